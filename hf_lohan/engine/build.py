@@ -286,7 +286,6 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
             layout.common_blocks,
             coded=tiers.codecs.weights,
             within=tiers.codecs.weights_within,
-            version_of=ring.version_of,
         ),
         decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
         transport=None if tiers.transport is None else tiers.transport.weights,

@@ -305,29 +305,30 @@ class RankLoader(LocalLoader):
 
     def find_load(self) -> SlotLoad | None:
         found = super().find_load()
-        self._take_back_slots(is_needed=found is None)
-        return found
+        return super().find_load() if self._take_back_slots(is_needed=found is None) else found
 
-    def _take_back_slots(self, *, is_needed: bool) -> None:
+    def _take_back_slots(self, *, is_needed: bool) -> bool:
         """Take slots back that updates borrow, if a load has waited for one for a moment. The update may wait for ranks
-        that wait for this load. It reads the store instead."""
+        that wait for this load. It reads the store instead. Returns whether slots were taken back."""
         borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.num_borrows]
         if not (is_needed and borrowed and self._next_load.is_due):
             self._no_slot_since_s = None
-            return
+            return False
         now_s = time.monotonic()
         if self._no_slot_since_s is None:
             self._no_slot_since_s = now_s
         elif now_s - self._no_slot_since_s >= _TAKES_BACK_AFTER_S:
             for slot in borrowed:
                 self._ring.take_back(slot)
+            return True
+        return False
 
     def _wait_for_slot(self) -> None:
         self._ring.changed.wait(None if self._no_slot_since_s is None else _TAKES_BACK_AFTER_S)
 
     def _end_load(self, load: SlotLoad, error: BaseException | None) -> None:
-        """A block that another rank has changed is loaded again when this rank has changed it too, unless compute needs
-        it now."""
+        """If another rank has changed the block, empty the slot. The block is loaded again after this rank's own
+        change. If compute needs it now, the run ends with the error."""
         with self._ring.lock:
             is_needed = load.slot.block is load.block and load.slot.num_pins > 0
             if isinstance(error, StaleError) and not is_needed:

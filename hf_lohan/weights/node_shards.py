@@ -199,18 +199,15 @@ class NodeShards:
         within: MeasuredCodec | None = None,
         changes: CodedTraffic | None = None,
         kept: PeerWeightCache | None = None,
-        version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
         """``coded``: the codec that rounds shards. ``within``: the codec of blocks on their way to devices; it has the
-        format of ``coded``. ``changes``: counts the traffic. If it is set, only the changes of
-        blocks that were sent before are sent. ``kept``: memory for the shards of `kept_ranks`. ``version_of``: returns
-        the number of changes of a block, equal on all ranks."""
+        format of ``coded``. ``changes``: counts the traffic. If it is set, only the changes of blocks that were sent
+        before are sent. ``kept``: memory for the shards of `kept_ranks`."""
         assert changes is None or kept is not None, "sending changes needs kept shards"
         self._ranks = ranks
         self._coded = coded
         self.within = within
         self._changes = changes
-        self._version_of = version_of
         self._versions: dict[Block, int] = {}
         """For each block, the version that is kept or being received."""
         self._kept = kept
@@ -251,16 +248,6 @@ class NodeShards:
         """Return the number of elements whose multiples are whole granules and, with a codec, whole coded pieces."""
         is_coded = self._coded is not None or self.within is not None
         return math.lcm(granule_numel, _CODED_PIECE_NUMEL) if is_coded else granule_numel
-
-    def round_piece(self, block: Block, piece: Tensor) -> None:
-        """Round a piece of unpacked weights, which begins at a whole coded piece, as all ranks compute with it. The
-        codecs between nodes and on the way to devices have the same format, and round once."""
-        coded = self._coded or (self.within if self.coded_bytes(block) else None)
-        if coded is not None:
-            message = torch.empty(coded.codec.message_bytes(piece.numel()), dtype=torch.uint8)
-            for values, place in _pieces(piece, coded.codec):
-                coded.codec.encode(values, message[place])
-                coded.codec.decode(message[place], values)
 
     def is_sent(self, block: Block, *, is_kept: bool) -> bool:
         """Return whether ranks of several nodes send each other shards of a block. ``is_kept``: whether nodes keep the

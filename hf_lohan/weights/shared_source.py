@@ -8,9 +8,8 @@ each rank broadcasts its shard to the ranks with the same local number (`node_sh
 block. A rank's head has the block that it loads next. When each rank wants a block, or waits for others, all begin to
 load each block that some rank wants, the rank with the fewest loads first. A rank keeps the blocks that it wanted
 itself, so ranks whose passes differ for a while (a batch without images, layers skipped at random, an evaluation of one
-rank) meet again by themselves. Heads also
-have how many loads are whole on a rank, and how many it has copied. So all ranks know the same of each load, and choose
-the same place in shared memory for the next one.
+rank) meet again by themselves. Heads also have how many loads are whole on a rank, and how many it has copied. So all
+ranks know the same of each load, and choose the same place in shared memory for the next one.
 
 *Periods.* `SlotRing.num_changes` counts the changes of weights. Only the wants of the earliest period are served, so a
 rank that has stepped waits for the others. A rank that changes a block which another rank still reads says so, and the
@@ -65,7 +64,7 @@ class Changes(Protocol):
 
     def change_before(self, num_changes: int) -> WeightChange | None: ...
 
-    def version_of(self, block: Block) -> int: ...
+    def state_of(self, block: Block) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class _Head:
     wanted: int
     """Number of the block that the rank loads next, or `_NOTHING`."""
     version: int
-    """Number of changes of this block."""
+    """`num_changes` after the last change of this block."""
     num_filled: int
     """Number of loads whose shard of this rank, and of its counterparts, is in the memory of its node."""
     is_closed: int
@@ -215,7 +214,7 @@ class SharedWeights(Rounds):
         """Order the load of a block. See `WeightSource`."""
         with self.lock:
             self.raise_if_broken()
-            period, version = self._changes.num_changes, self._changes.version_of(block)
+            period, version = self._changes.state_of(block)
             wanted = _Wanted(block, slot, listener, period, version)
             self.last_wish_s = time.monotonic()
             # Another rank may have wanted the block a moment ago, and this rank has served it.
@@ -299,7 +298,8 @@ class SharedWeights(Rounds):
             if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
                 self._parts.keep_weights(*self._kept)
                 self._kept = None
-            num_whole = min(told[rank].num_filled for rank in self._ranks.on_this_node)
+            # A rank of another node that has sent a shard of a later period says so in this head at the latest.
+            num_whole = min(of_rank.num_filled for of_rank in told)
             whole = [load for load in self._loads if self._num_whole <= load.number < num_whole]
             self._num_whole = max(self._num_whole, num_whole)
         for load in whole:
@@ -313,8 +313,13 @@ class SharedWeights(Rounds):
                     del self._stale[load.number]
                     self._own_stale.discard(load.number)
                     self._parts.forget_kept()
-            self._begin_wanted(told)
-            return not (all(of_rank.is_closed for of_rank in told) and not self._loads)
+            begun = self._begin_wanted(told)
+            is_over = all(of_rank.is_closed for of_rank in told) and not self._loads
+        for load, is_coming in begun:  # without the lock, because updates are waited for
+            if not is_coming:
+                self._begin_own_shard(load)
+            self._filler.submit(partial(self._fill, load, has_begun=not is_coming))
+        return not is_over
 
     def _refuse_other_changes(self, told: Sequence[_Head]) -> None:
         own = told[self._ranks.rank]
@@ -327,14 +332,16 @@ class SharedWeights(Rounds):
                     "that only some of them run"
                 )
 
-    def _begin_wanted(self, told: Sequence[_Head]) -> None:
-        """Begin the loads that some ranks want, as all ranks do. Those of later periods wait."""
+    def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
+        """Begin the loads that some ranks want, as all ranks do. Those of later periods wait. Returns the loads, and
+        whether an earlier one, whose shard of this rank is not there yet, has the same block."""
+        begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
         if any(
             of_rank.wanted == _NOTHING and not of_rank.serves for of_rank in taking_part if of_rank.period == period
         ):
-            return  # that rank will want the same, or wait
+            return begun  # that rank will want the same, or wait
         turns = sorted(
             (of_rank.progress, rank)
             for rank, of_rank in enumerate(told)
@@ -344,7 +351,7 @@ class SharedWeights(Rounds):
             block = self._blocks[wanted]
             start = self._regions.find_start(self._region_bytes(block))
             if start is None:
-                return
+                break
             keepers = [rank for _, rank in turns if told[rank].wanted == wanted]
             version, number = told[keepers[0]].version, self._next_number
             self._next_number += 1
@@ -368,9 +375,8 @@ class SharedWeights(Rounds):
             # Updates deliver a block to one place at a time.
             is_coming = any(other.block is block for other in self._loads if other.number >= self._num_filled)
             self._loads.append(load)
-            if not is_coming:
-                self._begin_own_shard(load)
-            self._filler.submit(partial(self._fill, load, has_begun=not is_coming))
+            begun.append((load, is_coming))
+        return begun
 
     def break_off(self, error: BaseException) -> None:
         with self.lock:
@@ -393,14 +399,14 @@ class SharedWeights(Rounds):
 
     def _renew_wanted(self) -> None:
         """Forget loads that were ordered before the last change of their block."""
-        period = self._changes.num_changes
         with self.lock:
+            period = self._changes.num_changes
             old = [wanted for wanted in self._wanted if wanted.period < period]
             void = [wanted for wanted in old if wanted.slot.block is not wanted.block]
             for wanted in void:
                 self._wanted.remove(wanted)
             for wanted in old:
-                wanted.period, wanted.version = period, self._changes.version_of(wanted.block)
+                wanted.period, wanted.version = self._changes.state_of(wanted.block)
         for wanted in void:
             wanted.listener.on_delivered(stale_error(self._ranks.rank, wanted.block))
 

@@ -148,8 +148,6 @@ class SlotRing(WeightSlots):
             if not slot.num_borrows:
                 slot.borrowed.clear()
             self.changed.notify_all()
-        for callback in self._callbacks:
-            callback()
 
     def take_back(self, slot: Slot) -> None:
         """Take a slot back from updates that have not begun to copy it. They read the store instead."""
@@ -159,7 +157,7 @@ class SlotRing(WeightSlots):
             of_update.give_back()
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on the thread that returns a borrowed slot or ends a step."""
+        """Call ``callback`` on the thread that ends a step, without the lock."""
         self._callbacks.append(callback)
 
     def show(self, block: Block) -> None:
@@ -279,6 +277,12 @@ class SlotRing(WeightSlots):
         with self.lock:
             self.changed.wait_for(lambda: not self._is_changing)
             return not self.is_half_changed and self._changed_at.get(block, 0) <= num_changes
+
+    def state_of(self, block: Block) -> tuple[int, int]:
+        """Return `num_changes`, and what it was after the block's last change. They are equal on all ranks at the same
+        point of their runs."""
+        with self.lock:
+            return self.num_changes, self._changed_at.get(block, 0)
 
     def change_before(self, num_changes: int) -> WeightChange | None:
         """Return the change that made `num_changes` this number; None if it was long ago, or there was none."""

@@ -20,6 +20,8 @@ from hf_lohan.ranks import (
     SharedRegion,
 )
 from hf_lohan.ranks.collectives import node_sums
+from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums
+from hf_lohan.ranks.transport import watch
 from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
@@ -242,6 +244,32 @@ def test_the_error_names_a_rank_that_never_publishes() -> None:
     for rank in (0, 2):
         assert "rank 1" in str(outcomes[rank].error)
         assert "said nothing for 0.5 s while rank" in str(outcomes[rank].error)
+
+
+def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over a slow link. While the owner adds, it waits for no computation. The other rank waits for the owner."""
+    monkeypatch.setattr(watch, "_CYCLE_S", 0.2)
+    add = NodeSums.add
+
+    def add_slowly(sums: NodeSums, chunk: ChunkOfNodes) -> None:
+        if chunk.owner == 1:
+            threading.Event().wait(1.5)
+        add(sums, chunk)
+
+    monkeypatch.setattr(NodeSums, "add", add_slowly)
+    backwards = Backwards(2, 1, seed=1, num_chunks=4, num_steps=1, share_without=0.0)
+    assert set(backwards.owners.values()) == {0, 1}
+
+    def run(links: Links) -> OwnersSums:
+        rank = RankOfExchange(links, backwards)
+        if links.ranks.rank == 0:
+            threading.Event().wait(0.3)  # so that the other one has told that it waits
+        rank.publish_all(0)
+        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        links.barrier("the end of the step")
+        return rank.close()
+
+    run_ranks(2, run, num_local=1, timeout_s=30)
 
 
 CALLBACKS: Any = {

@@ -8,11 +8,10 @@ read all gradients of the last one, so their buffers are free when that round ha
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
 in the last one, or when its computation waits for other ranks in a step of which it has told something. *No wait is
-circular.* All operations of a round have one order on all ranks, so only the beginning of a round waits for what ranks
-compute. A rank that needs a sum, or a buffer, has told of its gradient, or enters a round to tell it. Each rank without
-which the chunk is not complete computes, and comes to tell of it. A rank that has told of it enters the round, too: it
-has other news, or waits, or computes until it has news or waits. Other threads of a rank do what others wait for, such
-as sending weights, while its computation waits.
+circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk lacks only
+ranks that still compute, and these tell of it when they have its gradient, or at the end of their backward. All others
+enter the round, because they have news or wait. Other threads of a rank do what others wait for, such as sending
+weights, while its computation waits.
 """
 
 from __future__ import annotations
@@ -349,6 +348,7 @@ class GradientExchange:
                 touched.update(dict.fromkeys((step, key) for key in self._note(rank, step, what, details)))
         self._drop_abandoned()
         complete = {name: parts for name in touched if (parts := self._pop_complete(*name)) is not None}
+        self._note_awaited()  # before sums, which may take long, and for which no other computation is needed
         for batch in self._batches(complete):
             self._add(batch)
         self._read = list(complete)
@@ -406,10 +406,12 @@ class GradientExchange:
             del self._steps[step]
         with self._lock:
             self._open_steps.difference_update(ended)
-            told = [parts for of_step in self._steps.values() for parts in of_step.chunks.values()]
-            open_parts = [parts for parts in told if self.ranks.rank in parts]
-            self._awaited = [rank for rank in self.ranks.others if any(rank not in parts for parts in open_parts)]
             self._changed.notify_all()
+
+    def _note_awaited(self) -> None:
+        told = [parts for of_step in self._steps.values() for parts in of_step.chunks.values()]
+        open_parts = [parts for parts in told if self.ranks.rank in parts]
+        self._awaited = [rank for rank in self.ranks.others if any(rank not in parts for parts in open_parts)]
 
     def _release_all(self, names: Sequence[_ChunkName]) -> None:
         with self._lock:

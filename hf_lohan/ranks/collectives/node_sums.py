@@ -213,8 +213,8 @@ class NodeSums:
         payload = torch.empty(0, dtype=torch.uint8)
         if chunk.values:
             payload = bytes_of(self._payload_of(chunk, piece))
-        sizes = self._sizes(chunk, piece, payload.numel())
-        sizes = [payload.numel() * (node == self._ranks.of_rank(chunk.owner).node) for node in range(len(sizes))]
+        self._sizes(chunk, piece, payload.numel())  # rows have sizes that the owner must know
+        sizes = [payload.numel() * (rank == chunk.owner) for rank in self._lane.members]
         begun = self._lane.begin_exchange(payload, sizes, payload[:0], [0] * len(sizes), _WHAT)
         return lambda: self._lane.finish(begun)
 

@@ -110,9 +110,10 @@ class RankLane:
 
     def finish(self, begun: BegunWork) -> None:
         """Wait for the end of a collective. Raises the errors of `run`. May be called again after an interrupt."""
-        if begun.work is None:
-            return
+        self._last_wait_s = 0.0
         what, since_s = begun.what, time.monotonic()
+        if begun.work is None or (begun.work.is_completed() and self._is_over(begun.work, what)):
+            return
         with self._inside(what), self._watch.waiting(self.name, stops_compute=self._stops_compute):
             while not self._is_over(begun.work, what):
                 self._raise_if_over(what)
@@ -274,7 +275,8 @@ class RankLane:
         self._has_left = True
 
     def leave(self, *, has_failed: bool) -> None:
-        """Use the lane no more. If a collective has not ended, the group stays for the rest of the process."""
+        """Use the lane no more. If a rank has failed or a collective has not ended, the group stays for the rest of the
+        process."""
         self.stop()
         # At the interpreter's end a thread of Python that returns from C++ would end the process by an abort.
         until_s = time.monotonic() + 4 * _SLICE.total_seconds()

@@ -151,6 +151,8 @@ class NoticeBoard:
 
     def _read(self) -> None:
         keys = [f"at/{rank}" for rank in self._ranks.others]
+        if not (self.notices or self._store.check(keys)):
+            return  # a rank has not come yet
         told = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
         self.read_s = time.monotonic()
         for rank, written in zip(self._ranks.others, told, strict=True):
@@ -172,7 +174,7 @@ class NoticeBoard:
         self._write(has_left=not self._failure.is_known)
         until_s = time.monotonic() + _LAST_WORDS_S
         while not self._is_heard() and time.monotonic() < until_s:
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def _is_heard(self) -> bool:
         """Whether no other rank needs this one. After a failure the store, which rank 0 may have, needs readers."""

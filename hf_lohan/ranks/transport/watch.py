@@ -72,9 +72,12 @@ class Watch:
         """The lanes of threads that compute."""
         self._positions: dict[str, tuple[int, str]] = {}
         """Number and tag of this rank's last operation, by lane."""
+        self._users: dict[str, int] = {}
+        """The thread that used a lane last."""
         self._waits: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
         """By thread, the lanes for which it waits, if this keeps the rank from computing, and what returns the ranks
         for whose computations it waits there."""
+        self._waits_change = threading.Lock()
         self.waiting_since_s: float | None = None
         """Since when this rank's computation waits for other ranks, by `time.monotonic`; None if it does not."""
         self._waits_beside: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
@@ -101,13 +104,13 @@ class Watch:
         """Meet the other ranks. Raises RankTimeoutError if one has not come at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
         self._board.write_first()
+        self._board.start(self._on_lost_store)
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.num_ranks):
             self.meet(f"who/{rank}", rank, until_s)
             who[rank] = json.loads(self._store.get(f"who/{rank}"))
             self._names[rank] = f"rank {rank} (pid {who[rank]['pid']}, {who[rank]['host']})"
-        self._board.start(self._on_lost_store)
         if self._exits is None:
             self._exits = {}
             for rank in self.ranks.on_this_node:
@@ -128,7 +131,7 @@ class Watch:
 
     def meet(self, key: str, rank: int, until_s: float) -> None:
         """Wait until a rank has set a key of the store. Raises RankTimeoutError and RankFailedError."""
-        while not self._store.check([key]):
+        while not self._is_set(key, rank):
             self._failure.raise_if_known(f"waited for rank {rank}")
             if time.monotonic() > until_s:
                 raise RankTimeoutError(
@@ -138,6 +141,12 @@ class Watch:
                     rank,
                 )
             time.sleep(0.01)
+
+    def _is_set(self, key: str, rank: int) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:  # its process may have ended
+            self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
         """Meet the members of a new lane. Returns the store with which they connect, a client of its own, because a
@@ -158,6 +167,7 @@ class Watch:
 
     def note_position(self, lane: str, number: int, tag: str) -> None:
         self._positions[lane] = number, tag
+        self._users[lane] = threading.get_ident()
         if lane in self._of_compute:
             self.beat()
 
@@ -172,15 +182,16 @@ class Watch:
         """A context in which the calling thread waits for a lane, and with it this rank's computation, unless
         ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before it ends."""
         of_threads = self._waits if stops_compute else self._waits_beside
-        lanes = of_threads.setdefault(threading.get_ident(), [])
-        lanes.append((lane, needs))
-        if stops_compute:
-            self.beat()
-            self._note_waiting()
-        try:
+        lanes, wait = of_threads.setdefault(threading.get_ident(), []), (lane, needs)
+        try:  # an interrupt may come anywhere
+            lanes.append(wait)
+            if stops_compute:
+                self.beat()
+                self._note_waiting()
             yield
         finally:
-            lanes.pop()
+            if wait in lanes:
+                lanes.remove(wait)
             if not lanes:
                 of_threads.pop(threading.get_ident(), None)
             if stops_compute:
@@ -207,10 +218,11 @@ class Watch:
         self._waiting_changed.remove(callback)
 
     def _note_waiting(self) -> None:
-        if not self._waits:
-            self.waiting_since_s = None
-        elif self.waiting_since_s is None:
-            self.waiting_since_s = time.monotonic()
+        with self._waits_change:
+            if not self._waits:
+                self.waiting_since_s = None
+            elif self.waiting_since_s is None:
+                self.waiting_since_s = time.monotonic()
         for callback in list(self._waiting_changed):
             callback()
 
@@ -278,7 +290,8 @@ class Watch:
                     "step, a callback or a save that only some of them run"
                 )
         elif waited_s > self.timeout_s:
-            stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > self.timeout_s]
+            patience_s = max(self.timeout_s, _VERDICT_S)
+            stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > patience_s]
             if path[1:]:
                 concerned = [next((rank for rank in cycle if not calls[rank]), path[-1])]
             else:  # all have begun, and the bytes of one do not arrive
@@ -302,8 +315,8 @@ class Watch:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            # A thread that is late, and does not wait for its computation, does not care for what that waits for.
-            lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"]
+            # A late thread beside the computation waits only where it is. What the computation waits for is no matter.
+            lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"].get(lane, [])
             needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
@@ -313,14 +326,12 @@ class Watch:
         return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 
     def _table(self) -> Table:
-        waits, beside = (
-            [wait for of_thread in list(of_threads.values()) for wait in of_thread[-1:]]
-            for of_threads in (self._waits, self._waits_beside)
-        )
+        waits = [wait for of_thread in list(self._waits.values()) for wait in of_thread[-1:]]
+        users = list(self._users.items())
         return {
             "at": dict(self._positions),
             "waits": [(lane, list(needs())) for lane, needs in waits],
-            "beside": [lane for lane, _ in beside],
+            "beside": {lane: [waited for waited, _ in self._waits_beside.get(user, [])[-1:]] for lane, user in users},
             "idle": list(self._idle),
             "closed": list(self._closed),
             "beats": self._num_beats,
@@ -377,7 +388,10 @@ class Watch:
         if self._board.has_left(0):
             return
         fd = (self._exits or {}).get(0)
-        if fd is not None and select.select([fd], [], [], _ANSWER_S)[0]:
+        poll = select.poll()
+        if fd is not None:
+            poll.register(fd, select.POLLIN)
+        if fd is not None and poll.poll(_ANSWER_S * 1e3):
             text = f"{self.name_of(0)} ended"
         else:
             text = f"the launcher's store, on the node of rank 0, ended ({str(error).splitlines()[0]})"
