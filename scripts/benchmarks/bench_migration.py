@@ -35,7 +35,8 @@ from rich.console import Console
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import read_hardware
-from hf_lohan.huggingface.attachment import offload_model, run_plan_of
+from hf_lohan.huggingface.model_methods import run_plan_of
+from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.planner import (
     BlockProfile,
     HardwareProfile,
