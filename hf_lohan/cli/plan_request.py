@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
-from hf_lohan.checkpoint.resharding import RunRouting, routing_of
+from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
-from hf_lohan.hardware.gpu_direct import uses_direct_io
+from hf_lohan.hardware.direct_io import uses_direct_io
 from hf_lohan.huggingface.attention import cuttable_layers
 from hf_lohan.huggingface.layers import activations_kept_if_needed
 from hf_lohan.huggingface.models.recipe import model_to_plan
@@ -28,7 +28,6 @@ from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, SizeClass
 from hf_lohan.planner.fitting import device_limit_bytes
-from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
     LongestRow,
     MicroBatches,
@@ -38,7 +37,6 @@ from hf_lohan.planning import (
     StepShape,
     check_together,
     lay_out,
-    lifetimes_of_step,
     longest_row,
     plan_epoch,
     plan_step,
@@ -365,13 +363,6 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
         num_ranks=request.num_ranks,
         packed_row_tokens=planned.shape.sequence_length,
     )
-
-
-def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
-    """Return when each tensor of one of the run's micro-batches is in use. Raises ValueError for a model in which a
-    layer runs more than once."""
-    fused = not planned.hardware.device.shares_cpu
-    return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
 
 
 def _cuttable(model: nn.Module, layout: OffloadLayout) -> ChunkedLayers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
+from hf_lohan.annexes import missing_for
 from hf_lohan.config.values import (
     AUTO,
     ConfigError,
@@ -275,6 +276,8 @@ class OffloadConfig:
                 f"gpu_memory: {slots} bytes is more than device_memory: {whole} bytes, which also counts a step's "
                 "working memory; lower gpu_memory or set it to auto, or raise device_memory"
             )
+        if (missing := missing_for(self)) is not None:
+            raise ConfigError(missing)
 
     def _refuse_beside_sequence_ranks(self) -> None:
         """Raise ConfigError for settings that need the whole rows of a batch on each rank."""

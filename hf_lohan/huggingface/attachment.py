@@ -54,7 +54,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         config = config.with_all_activations_kept()
     _tell_what_is_slow(model, layout, tiers, config)
 
-    is_direct = tiers.direct is not None
+    is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
     steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config))
     events = EngineEvents(

@@ -216,11 +216,10 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 from hf_lohan.testing.storage_doubles import SlowBackend
-from functools import partial
 import hf_lohan.engine.tiers
-from hf_lohan.files import IoEngine
+from hf_lohan.hardware.direct_io import DirectIo
 
-hf_lohan.engine.tiers.IoEngine = partial(IoEngine, backend=SlowBackend(1e-2))
+hf_lohan.engine.tiers.open_direct_io = lambda *_: DirectIo(SlowBackend(1e-2))
 folder = sys.argv[1]
 model = tiny_model("llama").train()
 config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "ssd": folder})
