@@ -32,12 +32,11 @@ from hf_lohan.engine import (
 )
 from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.huggingface.equal_runs import check_equal_configs
-from hf_lohan.huggingface.local_run import LocalRun, note_offloaded
+from hf_lohan.huggingface.local_run import LocalRun
 from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config, needs_all_kept
 from hf_lohan.huggingface.models.recipe import ModelRecipe
 from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
 from hf_lohan.huggingface.offloaded_model import (
-    Attached,
     attach_to,
     compute_expert,
     recompute_without_reentry,
@@ -147,10 +146,17 @@ def from_pretrained(
         finish = adding_adapters(peft_config)
     working_dtype = torch.bfloat16 if bf16 else None
     run = LocalRun.begin(offload, torch_device, default_ssd_path)
-    recipe = ModelRecipe(path, kwargs, run.settings, run.links, dtype=dtype, model_class=model_class)
-    recipe.build(
-        compute_dtype=working_dtype, quantization_config=quantization_config, finish=finish, is_trained=is_trained
+    recipe = ModelRecipe(
+        path,
+        kwargs,
+        run.settings,
+        run.links,
+        dtype=dtype,
+        compute_dtype=working_dtype,
+        quantization_config=quantization_config,
+        model_class=model_class,
     )
+    recipe.build(finish, is_trained=is_trained)
     settings, lay_out = run.fit(
         recipe.skeleton,
         recipe.settings,
@@ -198,13 +204,12 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     )
     with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
-    note_offloaded(engine)
 
     run_by_engine(engine, model, plan)
     chunked_head = chunked_head_of(model, chunked_loss_of(config))
     if chunked_head is not None:
         chunked_head.attach(last_step=lambda: engine.last_step)
-    attach_to(model, Attached(engine, plan, chunked_head))
+    attach_to(model, engine, plan=plan, chunked_head=chunked_head)
     use_store(engine, model)
 
     facts = _RunFacts(plan, engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,10 +17,10 @@ from torch import nn
 from hf_lohan.checkpoint.generations import RunStores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, default_torch_device, device_for
-from hf_lohan.engine import OffloadEngine, Tiers, open_tiers, wait_until_closed
+from hf_lohan.engine import Tiers, open_tiers, wait_until_closed
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
-from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed, refuse_chunks
+from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed, open_engines, refuse_chunks
 from hf_lohan.huggingface.ranks import at_stores, check_layout, links_to_other_ranks, refuse_changed
 from hf_lohan.model import experts_as_stored, owners_as_stored
 from hf_lohan.planning import OffloadLayout, lay_out
@@ -34,39 +33,33 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Process:
-    launched_with: OffloadConfig = field(default_factory=OffloadConfig)
-    """The settings of `launched_with`."""
-    engines: weakref.WeakSet[OffloadEngine] = field(default_factory=weakref.WeakSet)
-    num_offloaded: int = 0
+class Launch:
+    """The settings for the models that a script makes."""
+
+    settings: OffloadConfig = field(default_factory=OffloadConfig)
+    has_offloaded: bool = False
+    """Whether a model was offloaded."""
 
 
-_process = _Process()
+_launch = Launch()
 
 
 @contextlib.contextmanager
-def launched_with(config: OffloadConfig) -> Iterator[None]:
+def launched_with(config: OffloadConfig) -> Iterator[Launch]:
     """Offload the models that a script makes in this context with these settings. The script's own settings replace
     them with a warning, except `trace`."""
-    before, _process.launched_with = _process.launched_with, config
+    global _launch
+    before, _launch = _launch, Launch(config)
     try:
-        yield
+        yield _launch
     finally:
-        _process.launched_with = before
-
-
-def note_offloaded(engine: OffloadEngine) -> None:
-    _process.engines.add(engine)
-    _process.num_offloaded += 1
-
-
-def num_offloaded() -> int:
-    return _process.num_offloaded
+        before.has_offloaded |= _launch.has_offloaded
+        _launch = before
 
 
 def settings_given(offload: Any) -> OffloadConfig:
     """Load a script's settings. Warns if they replace the settings of `lohan launch`."""
-    config, launched = OffloadConfig.load(offload), _process.launched_with
+    config, launched = OffloadConfig.load(offload), _launch.settings
     if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
         logger.warning("the script has its own offload settings; those of `lohan launch --offload` are not used")
     return config
@@ -97,7 +90,7 @@ class LocalRun:
         settings = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
         keep_from_others()
         if device is None:
-            is_tracing = settings.trace or _process.launched_with.trace
+            is_tracing = settings.trace or _launch.settings.trace
             device = device_for(torch_device or default_torch_device(), Timeline(is_tracing=is_tracing))
         links = links_to_other_ranks()
         settings, found = at_stores(settings, default_ssd_path, links)
@@ -139,12 +132,13 @@ class LocalRun:
         except BaseException:
             tiers.close()
             raise
+        _launch.has_offloaded = True
 
     def _open_or_take_over(self, layout: OffloadLayout, settings: OffloadConfig) -> Tiers:
         assert isinstance(settings.cpu_threads, int) and settings.ssd != "auto"
         folders = {os.path.realpath(ssd.path) for ssd in settings.ssd}
         if self.links.ranks.others:  # ranks have no common order of loads for the blocks of two models
-            for engine in _open_engines():
+            for engine in open_engines():
                 if not folders & engine.store_folders:
                     raise ValueError(
                         f"several ranks offload one model at a time, and {type(engine.model).__name__} is already "
@@ -156,7 +150,7 @@ class LocalRun:
         try:
             return open_tiers(layout, settings, self.device, self.links)
         except StoreInUseError:
-            holders = [engine for engine in _open_engines() if folders & engine.store_folders]
+            holders = [engine for engine in open_engines() if folders & engine.store_folders]
             if any(engine.layout.identity != layout.identity for engine in holders):
                 raise
             for engine in holders:
@@ -166,10 +160,6 @@ class LocalRun:
                 engine.close()
             wait_until_closed()  # waits for engines of models that were just deleted
             return open_tiers(layout, settings, self.device, self.links)
-
-
-def _open_engines() -> Iterator[OffloadEngine]:
-    return (engine for engine in _process.engines if not engine.is_closed)
 
 
 def _check_experts(layout: OffloadLayout, config: OffloadConfig) -> None:

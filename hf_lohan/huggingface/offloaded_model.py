@@ -39,6 +39,7 @@ from hf_lohan.planning.run_plan import CHUNKS_NAME
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_lohan"
+_engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,14 @@ class Attached:
     """The head that computes large logits in chunks."""
 
 
-def attach_to(model: nn.Module, attached: Attached) -> None:
-    setattr(model, _ATTRIBUTE, attached)
+def attach_to(model: nn.Module, engine: OffloadEngine, **rest: Any) -> None:
+    setattr(model, _ATTRIBUTE, Attached(engine, **rest))
+    _engines.add(engine)
+
+
+def open_engines() -> Iterator[OffloadEngine]:
+    """Iterate over the engines of this process that are not closed."""
+    return (engine for engine in _engines if not engine.is_closed)
 
 
 def attached_to(model: nn.Module) -> Attached:
@@ -93,11 +100,11 @@ def use_store(engine: OffloadEngine, model: Any) -> None:
     if has_adapters(model):
         packed = {part.parameter for part in engine.parameter_slices if part.packed is not None}
         merge_through_store(model, functools.partial(_use_as_base, engine), packed)
-    refuse_allocation(model)
+        refuse_allocation(model)
 
 
 def _use_as_base(engine: OffloadEngine, base: Any, merges: PendingMerges) -> None:
-    attach_to(base, Attached(engine))
+    attach_to(base, engine)
     _save_from_store(engine, base, merges)
 
 
@@ -141,7 +148,6 @@ def run_by_engine(engine: OffloadEngine, model: Any, plan: RunPlan) -> None:
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
     stream_experts(engine.experts)
-    generate_together(model, engine.links, functools.partial(_is_closed, weakref.ref(engine)))
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
     model_blocks, tiers = engine.layout.model_blocks, engine.tiers
@@ -150,6 +156,7 @@ def run_by_engine(engine: OffloadEngine, model: Any, plan: RunPlan) -> None:
         layers = {layer: names[layer] for layer in model_blocks.layers}
         file = os.path.join(tiers.store.paths[0].path, CHUNKS_NAME)
         plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, tiers.row_memory), file)
+    generate_together(model, engine.links, functools.partial(_is_closed, weakref.ref(engine)))
 
 
 def _is_closed(engine: weakref.ref[OffloadEngine]) -> bool:
@@ -185,10 +192,10 @@ def _can_recompute(model: nn.Module) -> bool:
 
 def enable_checkpointing(model: Any) -> None:
     """Enable non-reentrant checkpointing of a model that supports it."""
-    if is_of_diffusers(model):
-        model.enable_gradient_checkpointing()
-    elif hasattr(model, "activation_checkpointing_enable"):
+    if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    elif is_of_diffusers(model):
+        model.enable_gradient_checkpointing()
     else:  # the name before transformers 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

@@ -74,42 +74,37 @@ class ModelRecipe:
         links: Links,
         *,
         dtype: torch.dtype | str = "auto",
+        compute_dtype: torch.dtype | None = None,
+        quantization_config: Any = None,
         model_class: Any = None,
         stays_packed: bool = True,
     ) -> None:
         """``arguments`` are those of the model class's `from_pretrained`. What the config takes of them is removed.
 
-        ``stays_packed``: see `read_form`. Raises ValueError if there is no such checkpoint, or for a form that is not
-        read. If the weights are packed, or all must be decoded, their files are downloaded.
+        ``compute_dtype``: that of the model if it is not the checkpoint's. ``stays_packed``: see `read_form`. Raises
+        ValueError if there is no such checkpoint, for a form that is not read, and for a ``quantization_config`` that
+        cannot be combined with it. If the weights are packed, or all must be decoded, their files are downloaded.
         """
         refuse_placement(arguments, "which offload streams to its device itself")
         dtype = take_torch_dtype(arguments, dtype)
-        self.settings = settings
         self._arguments, self._links, self._stays_packed = arguments, links, stays_packed
         self.checkpoint = Checkpoint.open(path, arguments)
         config = self.checkpoint.take_config(arguments)
         self.model_class = model_class or model_class_of(config, self.checkpoint.code)
+        self.is_auto = dtype == "auto"
+        self.was_float16 = self.is_auto and _has_float16(config)
+        self.dtype = load_dtype(path, config, dtype)
+        self._compute_dtype = compute_dtype or self.dtype
         if not stays_packed or quantization_of(config) is not None:
             self.checkpoint.fetch_weights(None, settings, links)  # they say how they are packed
         self.form = read_form(self.checkpoint.folder, config, stays_packed=stays_packed)
+        self.settings = self.form.settings_asked(settings, quantization_config, self._compute_dtype)
         self.config = self._own_config = self.form.model_config
-        self.is_auto = dtype == "auto"
-        self.was_float16 = self.is_auto and _has_float16(self.config)
-        self.dtype = load_dtype(path, self.config, dtype)
 
-    def build(
-        self,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        quantization_config: Any = None,
-        finish: Callable[[Any], Any] | None = None,
-        is_trained: bool = True,
-    ) -> None:
-        """Make `skeleton`, `names` and `settings`. ``compute_dtype``: that of the model if it is not the checkpoint's.
-        Raises ValueError for a ``quantization_config`` or settings that cannot be combined with the checkpoint."""
+    def build(self, finish: Callable[[Any], Any] | None = None, *, is_trained: bool = True) -> None:
+        """Make `skeleton`, `names` and `settings`. Raises ValueError for settings that cannot be combined with the
+        checkpoint."""
         self._finish, self._is_trained = finish, is_trained
-        compute_dtype = compute_dtype or self.dtype
-        self.settings = self.form.settings_asked(self.settings, quantization_config, compute_dtype)
         self._tie()
         # `finish` may change the model's size. Building changes the config's dtype, which a merge loads.
         if finish is not None or not self._stays_packed:
@@ -125,7 +120,7 @@ class ModelRecipe:
             self.skeleton.requires_grad_(False)
         trained = {name for name, parameter in self.skeleton.named_parameters() if parameter.requires_grad}
         frozen = [name for name, own in self.names.items() if own not in trained]
-        self.settings = self.form.settings(self.settings, compute_dtype, frozen)
+        self.settings = self.form.settings(self.settings, self._compute_dtype, frozen)
 
     def _tie(self) -> None:
         """Have tied weights loaded once. See `config_as_tied`."""
