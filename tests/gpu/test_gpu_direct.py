@@ -56,7 +56,9 @@ def use(double: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         def opened(config: Any, device: Any) -> DirectIo:
             if config.gpu_direct is not True:
                 return DirectIo()
-            return CuFileIo(hasher_for(device), CuFileBackend(CuFileLibrary(library), device.enter_thread))
+            return CuFileIo(
+                hasher=hasher_for(device), backend=CuFileBackend(CuFileLibrary(library), device.enter_thread)
+            )
 
         monkeypatch.setattr(hf_lohan.engine.tiers, "open_direct_io", opened)
         return library
