@@ -25,7 +25,8 @@ from transformers import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.cli.stores import reshard_stores, verify_stores
+from hf_lohan.annexes.resharding import reshard_stores
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
