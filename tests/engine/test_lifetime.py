@@ -22,7 +22,8 @@ from hf_lohan import Accelerator, LohanPlugin, Trainer
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
