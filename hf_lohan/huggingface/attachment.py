@@ -31,7 +31,7 @@ from hf_lohan.compat.transformers_private import (
     run_experts_by,
     run_layers_by,
 )
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device, device_for
 from hf_lohan.engine import (
     EngineEvents,
@@ -202,7 +202,7 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 def open_tiers_or_take_over(
     layout: OffloadLayout,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     found: RunStores,
     *,
@@ -211,17 +211,16 @@ def open_tiers_or_take_over(
     """Open the tiers and set up threads and memory. If an engine in this process (such as that of an earlier Trainer in
     a notebook) has the store open for the same model, close it first. ``found``: what the run finds on its ssd paths.
     ``is_beside_others``: whether it may have stores of another number of ranks, which this run may continue."""
-    assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, found, links_to_other_ranks(), is_beside_others=is_beside_others)
-    if layout.model_blocks.experts and config.chunked_layers not in (False, "auto"):
+    if layout.model_blocks.experts and config.chunks.layers not in (False, "auto"):
         raise ValueError(
-            f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
-            "stream one by one; set chunked_layers: false, or experts: with_layer"
+            f"chunks.layers: {config.chunks.layers} would load each expert again for every chunk, because experts "
+            "stream one by one; set chunks.layers: false, or experts: with_layer"
         )
-    if layout.model_blocks.experts and config.sequence_ranks > 1:
+    if layout.model_blocks.experts and config.ranks.per_row > 1:
         raise ValueError(
-            f"sequence_ranks: {config.sequence_ranks} divides the tokens of rows among ranks, and the experts of this "
-            "model stream one by one; set experts: with_layer, or leave sequence_ranks out"
+            f"ranks.per_row: {config.ranks.per_row} divides the tokens of rows among ranks, and the experts of this "
+            "model stream one by one; set experts: with_layer, or leave ranks.per_row out"
         )
     _refuse_a_second_model(config)
     set_compute_threads(config.cpu_threads)
@@ -229,7 +228,6 @@ def open_tiers_or_take_over(
     try:
         tiers = open_tiers(layout, config, device, links_to_other_ranks())
     except StoreInUseError:
-        assert config.ssd != "auto"
         folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
         holders = [engine for engine in _attached if not engine.is_closed and folders & engine.store_folders]
         if any(engine.layout.identity != layout.identity for engine in holders):
@@ -249,8 +247,7 @@ def open_tiers_or_take_over(
     return tiers
 
 
-def _refuse_a_second_model(config: OffloadConfig) -> None:
-    assert config.ssd != "auto"
+def _refuse_a_second_model(config: ResolvedConfig) -> None:
     folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
     others = [engine.model for engine in _attached if not engine.is_closed and not folders & engine.store_folders]
     check_one_model(others, links_to_other_ranks().ranks)
@@ -264,11 +261,11 @@ def num_offloaded() -> int:
     return _num_attached
 
 
-def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
+def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> OffloadEngine:
     """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
     recomputes activations as configured."""
     check_rank_model(model, tiers.links.ranks)
-    if config.sequence_ranks > 1:
+    if config.ranks.per_row > 1:
         check_model_of_rows(model)
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
@@ -443,7 +440,7 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     enable_checkpointing(model)
 
 
-def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration. If the model's class cannot recompute its layers, set `activations: keep` and warn."""
     if config.activations == "keep" or _can_recompute(model):
         return config
@@ -473,17 +470,17 @@ def enable_checkpointing(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def refuse_chunks(model: Any, config: OffloadConfig) -> None:
-    """Raise ValueError if `chunked_loss` is true and the head cannot compute logits in chunks."""
-    chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
+def refuse_chunks(model: Any, config: ResolvedConfig) -> None:
+    """Raise ValueError if `chunks.loss` is true and the head cannot compute logits in chunks."""
+    chunked_loss = chunked_loss_of(config) if config.chunks.loss is True else None
     if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         kind = "no module" if head is None else type(head).__name__
         if head is not None and has_foreign_forward(head):
             kind += " with a replaced forward"
         raise ValueError(
-            f"chunked_loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
-            "set chunked_loss: auto or false"
+            f"chunks.loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
+            "set chunks.loss: auto or false"
         )
 
 

@@ -20,6 +20,7 @@ import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app, plan_plot, plan_report
 from hf_lohan.cli.plan_report import print_plan
 from hf_lohan.cli.plan_request import PlanRequest
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile, sweep_swapped_bytes
 from hf_lohan.testing.models import tiny_config
@@ -38,7 +39,7 @@ def test_predictions_match_the_table_of_the_paper(model_13b: str, tmp_path: Path
     have on 24 GB.
     """
     all_on_ssd = tmp_path / "lohan.yaml"
-    all_on_ssd.write_text("resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
+    all_on_ssd.write_text("_resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
     errors = []
     for num_drives, measured_tflops in MEASURED_TFLOPS.items():
         hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(num_drives), device={"memory_bytes": "80GB"})
@@ -62,8 +63,8 @@ def test_the_model_is_an_argument_or_an_option(tiny: str, monkeypatch: pytest.Mo
 
 def test_default_settings_are_automatic_and_paper_puts_all_state_on_the_ssds(tiny: str, tmp_path: Path) -> None:
     automatic, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
-    automatic.write_text("resident_records: auto\n")
-    all_on_ssd.write_text("resident_records: none\n")
+    automatic.write_text("_resident_records: auto\n")
+    all_on_ssd.write_text("_resident_records: none\n")
     sizes = {"batch_size": 1, "seq_len": 16}
     default = planned(tiny, "--hardware", DESKTOP, **sizes)
     assert default == planned(tiny, "--hardware", DESKTOP, "--offload", automatic, **sizes)
@@ -132,7 +133,7 @@ def test_options_change_the_plan(model_of_4_layers: str, tmp_path: Path) -> None
 def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:
     """The records of adapters are float32 weights and two moments. The base is read and never written."""
     offload = tmp_path / "offload.yaml"
-    offload.write_text("resident_records: none\n")
+    offload.write_text("_resident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
     full = planned(tiny, *options, batch_size=1, seq_len=16)
     lora = planned(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16)
@@ -185,7 +186,7 @@ def test_a_device_that_is_slow_enough_hides_the_ssds_from_one_token_on(tiny: str
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_the_nearest_changes_are_planned_like_the_run(tmp_path: Path) -> None:
     offload = tmp_path / "offload.yaml"
-    offload.write_text("clip: auto\n")
+    offload.write_text("_clip: auto\n")
     options = ("--hardware", DESKTOP, "--offload", offload)
     values = planned(LLAMA_8B, *options, batch_size=8, with_changes=True)
     assert values["times_slower_than_hidden"] == pytest.approx(values["step_s"] / values["ssd_hidden_step_s"])
@@ -325,7 +326,7 @@ def test_lifetimes_of_a_plan_in_chunks_say_that_they_are_of_whole_layers(tiny: s
     sizes, sentence = {"batch_size": 1, "seq_len": 64}, "The table is of whole layers"
     for setting in ("false", "16"):
         settings = tmp_path / f"{setting}.yaml"
-        settings.write_text(f"chunked_layers: {setting}\n")
+        settings.write_text(f"chunks.layers: {setting}\n")
         options = ("--hardware", DESKTOP, "--offload", settings, "--lifetimes")
         assert (sentence in plan(tiny, *options, **sizes).stdout) is (setting == "16")
         assert planned(tiny, *options, **sizes)["lifetimes"]["layers"] == "whole"
@@ -348,7 +349,7 @@ def test_lifetimes_of_experts_that_stream_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_longest_row_fits_and_a_longer_one_does_not(tmp_path: Path) -> None:
     whole = tmp_path / "whole.yaml"
-    whole.write_text("chunked_layers: false\n")
+    whole.write_text("chunks.layers: false\n")
     machine = ("--hardware", DESKTOP, "--offload", whole)
     options: dict[str, Any] = {"batch_size": 1, "with_changes": True}
     values = json.loads(plan(LLAMA_8B, *machine, "--json", seq_len=2048, **options).stdout)
@@ -424,7 +425,7 @@ def test_without_a_hardware_file_this_machine_is_measured(tiny: str, monkeypatch
     monkeypatch.setattr(plan_request, "cached_hardware", cached_hardware)
     result = plan(tiny, batch_size=2, seq_len=16)
     assert result.exit_code == 0, result.stderr
-    assert arguments["config"].is_resolved
+    assert isinstance(arguments["config"], ResolvedConfig)
     assert {shape.num_rows for shape in arguments["matrix_shapes"]} == {2 * 16}
 
 

@@ -50,9 +50,9 @@ def test_ranks_divide_the_work_of_a_row(folder: Path) -> None:
 
 
 def test_what_cannot_be_planned_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="sequence_ranks: 2 does not divide the 3 ranks of each machine"):
+    with pytest.raises(ValueError, match=r"ranks\.per_row: 2 does not divide the 3 ranks of each machine"):
         planned(folder, 3, sequence_ranks=2)
-    with pytest.raises(ValueError, match="--lengths plans rows of one rank each, and sequence_ranks is 2"):
+    with pytest.raises(ValueError, match=r"--lengths plans rows of one rank each, and ranks\.per_row is 2"):
         epoch_of(planned(folder, 2, sequence_ranks=2), [4097])
 
 

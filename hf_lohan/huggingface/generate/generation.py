@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import cache_among
+from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.engine.ranks import all_agree, check_equal_weights
@@ -102,12 +102,8 @@ def load_for_generation(
     config = settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config, found = at_stores(config, default_ssd_path, links)
-    config = replace(
-        resolved_here(config, device, default_ssd_path, links),
-        activations="keep",
-        durability="checkpoint",
-        chunked_loss=False,
-    )
+    settings = {"activations": "keep", "durability": "checkpoint", "chunks.loss": False}
+    config = resolved_here(OffloadConfig.load(config, **settings), device, default_ssd_path, links)
     refuse_placement(kwargs, "which offload streams to its device itself")
     arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     checkpoint = Checkpoint.open(path, arguments)

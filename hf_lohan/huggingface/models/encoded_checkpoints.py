@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, sources_of_weights
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.huggingface.models.packed_checkpoints import FUSED_EXPERTS, packed_checkpoint
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     Encoded,
@@ -46,7 +46,7 @@ class EncodedCheckpoint:
     matrices: Mapping[str, tuple[EncodedMatrix, ...]]
     """By the name of a parameter, the matrices of one unit."""
 
-    def settings(self, config: OffloadConfig, frozen: Sequence[str]) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, frozen: Sequence[str]) -> ResolvedConfig:
         """Return the settings with `quantize` as the checkpoint has it for these ``frozen`` parameters, or as they are
         if they ask for another form or if none of the parameters is packed."""
         weights = tuple((name, self.matrices[name]) for name in frozen if name in self.matrices)
@@ -113,8 +113,8 @@ def encoded_checkpoint(quantized: QuantizedCheckpoint, skeleton: nn.Module) -> E
 
 
 def packed_as_published(
-    path: str | Path, model_config: Any, skeleton: nn.Module, config: OffloadConfig, dtype: torch.dtype
-) -> OffloadConfig:
+    path: str | Path, model_config: Any, skeleton: nn.Module, config: ResolvedConfig, dtype: torch.dtype
+) -> ResolvedConfig:
     """Return the settings with `quantize` as the checkpoint of a frozen model has it, for a plan. Where there are no
     safetensors files, its config alone says what is packed.
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_lohan.compat.transformers_conversions import bytes_in_file
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     has_safetensors,
     opened_tensors,
@@ -140,7 +140,7 @@ class PackedCheckpoint:
         method = fields["bnb_4bit_quant_type"]
         self._form = Quantization.parse({"method": method, "double": is_double, "block": block})
 
-    def settings(self, config: OffloadConfig, dtype: torch.dtype) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, dtype: torch.dtype) -> ResolvedConfig:
         """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form,
         or skip a packed module, and for scales that are missing, cut short or not finite. The model computes in
         ``dtype``. Of packed weights only the scales are read."""
