@@ -339,6 +339,10 @@ class ResolvedConfig(OffloadConfig):
     io_threads: int
     io_piece_bytes: int
 
+    def resolve(self, **free: Any) -> ResolvedConfig:
+        """Return this config, which is resolved."""
+        return self
+
     def with_device_memory(self, num_bytes: int) -> ResolvedConfig:
         """Return this resolved config with another `device_memory`, and with the part of it that "auto" allows for
         `gpu_memory`, unless `gpu_memory` is another size."""

@@ -37,17 +37,17 @@ _SLOW_STEPS = 10
 _MAX_IO_THREADS = 256
 _MAX_RANKS_PER_ROW = 1024
 
-Check: TypeAlias = Callable[[str, object], object]
+SettingCheck: TypeAlias = Callable[[str, object], object]
 """Takes a setting's name and value. Returns the value to store, or raises ConfigError."""
 
 
-def setting(default: Any, check: Check, *, here: Callable[[Any, Any], object] | None = None) -> Any:
+def setting(default: Any, check: SettingCheck, *, here: Callable[[Any, Any], object] | None = None) -> Any:
     """Declare a setting as a field. Its docstring stands in `docs/settings.md`. ``here`` makes the value of "auto" from
     the config and the `FreeResources` of a machine; without it, the run or its plan decides later."""
     return field(default=default, metadata={"check": check, "here": here})
 
 
-def choice(of: Any) -> Check:
+def choice(of: Any) -> SettingCheck:
     """Return the check of a setting that is one of the words of a Literal."""
     return partial(check_choice, allowed=get_args(of))
 
@@ -59,7 +59,7 @@ def check_fields(settings: Any, declared_by: type, prefix: str = "") -> None:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Table:
+class SettingTable:
     """Settings that belong together. A config has them below one key."""
 
     NAME: ClassVar[str]
@@ -74,14 +74,14 @@ class Table:
         return asdict(self)
 
 
-AnyTable = TypeVar("AnyTable", bound=Table)
+AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
     """Convert a table, or its word, to an ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
-        case Table() if isinstance(value, of):
+        case SettingTable() if isinstance(value, of):
             return value
         case str() if of.WORD is not None:
             return of(**{of.WORD: value})
@@ -91,13 +91,13 @@ def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
     raise ConfigError(f"{name}: {value!r} is not allowed; give a table with one or more of {', '.join(keys)}")
 
 
-def table(of: type[Table]) -> Any:
+def table(of: type[SettingTable]) -> Any:
     """Declare a table of settings as a field."""
     return setting(of(), partial(check_table, of=of))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ExpertSettings(Table):
+class ExpertSettings(SettingTable):
     NAME = "experts"
     WORD = "load"
 
@@ -133,7 +133,7 @@ class ExpertSettings(Table):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ChunkSettings(Table):
+class ChunkSettings(SettingTable):
     NAME = "chunks"
 
     loss: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
@@ -148,7 +148,7 @@ class ChunkSettings(Table):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RankSettings(Table):
+class RankSettings(SettingTable):
     NAME = "ranks"
 
     collectives: Collectives = setting(ANY_EXACT_WAY, check_collectives)
@@ -190,7 +190,7 @@ class RankSettings(Table):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Switches(Table):
+class Switches(SettingTable):
     """What a run decides by itself, and what tests and studies fix: keys of a config that begin with "_", such as
     `_clip`. They are no public settings."""
 

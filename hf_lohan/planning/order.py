@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
-from hf_lohan.config import ResolvedConfig
+from hf_lohan.config import OffloadConfig
 from hf_lohan.model import base_of
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.planner import BlockProfile, ModelProfile, SizeClass
@@ -35,7 +35,7 @@ class MicroBatches:
     """Whether all micro-batches run a block before the next block is loaded. With None the plan decides."""
 
     @classmethod
-    def of_run(cls, config: ResolvedConfig, number: int) -> MicroBatches:
+    def of_run(cls, config: OffloadConfig, number: int) -> MicroBatches:
         """Return the micro-batches of a run with the order of `vertical_micro_batches`. A single micro-batch has no
         order."""
         setting = config.vertical_micro_batches if number > 1 else False

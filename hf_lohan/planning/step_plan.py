@@ -468,7 +468,7 @@ def training_setup(
     state_numel = sum(block.state_numel for block in layout.blocks)
     in_slots = layers[max(0, len(layers) - num_slots) :]
     lends = num_slots >= MIN_SLOTS_TO_LEND
-    capacities = [ssd.capacity for ssd in config.ssd] if config.ssd != "auto" else ["auto"]
+    capacities = [ssd.capacity for ssd in config.ssd]
     known = [capacity for capacity in capacities if isinstance(capacity, int)]
     experts = [block for block in layout.blocks if block.size_class is SizeClass.EXPERT and block.state_numel]
     may_be_late = all(block.master.rule.may_be_late for block in experts)

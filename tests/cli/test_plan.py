@@ -150,7 +150,7 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     """They move the bytes of one batch of their total size, with a smaller working set."""
     OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
     offload = tmp_path / "vertical.yaml"
-    offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
+    offload.write_text("vertical_micro_batches: true\n_resident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
     in_one = planned(model_13b, *options, batch_size=32)
     together = planned(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8)
@@ -223,7 +223,7 @@ def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_
     values = {}
     for dtype in ("float32", "bfloat16", "int8"):
         offload = tmp_path / f"{dtype}.yaml"
-        offload.write_text(f"optimizer_state_dtype: {dtype}\nresident_records: none\nactivations: recompute\n")
+        offload.write_text(f"optimizer_state_dtype: {dtype}\n_resident_records: none\nactivations: recompute\n")
         values[dtype] = planned(model_13b, "--hardware", PAPER, "--offload", offload, batch_size=8)
     num_params = 12.85e9
     stored = {dtype: sum(value["tier_bytes"]["ssd"].values()) for dtype, value in values.items()}
@@ -442,7 +442,7 @@ def test_a_hardware_file_with_gpudirect_is_planned_for_unless_the_setting_says_n
 
     def step(hardware: str, setting: str) -> tuple[float, float]:
         offload = tmp_path / f"{setting}.yaml"
-        offload.write_text(f"gpu_direct: {setting}\nresident_records: none\n")
+        offload.write_text(f"gpu_direct: {setting}\n_resident_records: none\n")
         values = planned(tiny, "--hardware", hardware, "--offload", offload, "--max-grad-norm", 0, batch_size=1)
         return values["step_s"], values["simulated_step_s"]
 

@@ -277,7 +277,7 @@ def test_divided_experts_are_compared_with_undivided_ones(mixture: str) -> None:
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_balanced_experts_are_compared_with_undivided_ones(mixture: str, tmp_path: Path) -> None:
     offload = tmp_path / "lohan.yaml"
-    offload.write_text("gpu_memory: 250MiB\nbalance_experts: 64\n")
+    offload.write_text("gpu_memory: 250MiB\nexperts.balance: 64\n")
     arguments = (mixture, "--hardware", DESKTOP, "--ranks", 2, "--offload", str(offload))
     size = {"batch_size": 1, "seq_len": 64}
     facts = planned(*arguments, **size)["expert_parallel"]

@@ -309,7 +309,7 @@ def test_settings_that_need_whole_rows_are_refused_beside_sequence_ranks(beside:
 
 @pytest.mark.parametrize("value", [0, -1, True, "some", 1.5])
 def test_balanced_rows_need_a_number_of_rows(value: object) -> None:
-    assert re.search(r"balance_experts.*rows.*auto or false", refusal({"experts.balance": value}))
+    assert re.search(r"experts\.balance.*rows.*auto or false", refusal({"experts.balance": value}))
     assert OffloadConfig.load({"experts.balance": 64}).experts.balance == 64
 
 

@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_lohan.compat.transformers_private import IMPLEMENTATIONS, set_implementations
-from hf_lohan.config import ResolvedConfig
+from hf_lohan.config import OffloadConfig
 from hf_lohan.files import CapacityError, StorePath
 from hf_lohan.files.directories import check_free_space
 from hf_lohan.ranks import Links
@@ -177,7 +177,7 @@ class Checkpoint:
         is_auto_class = hasattr(model_class, "from_config")
         return {**others, "trust_remote_code": False, **self.code} if is_auto_class else others
 
-    def fetch_weights(self, records: Sequence[RecordSpec] | None, config: ResolvedConfig, links: Links) -> None:
+    def fetch_weights(self, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links) -> None:
         """Download the weights that are not in the cache, of the commit of the small files. Before that, log what
         download and store take on disk.
 
@@ -203,9 +203,12 @@ class Checkpoint:
                     ) from error
 
     def _check_room(
-        self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: ResolvedConfig, links: Links
+        self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
     ) -> None:
-        paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+        paths = [
+            StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None)
+            for ssd in config.ssd_paths(cache)
+        ]
         most_homes = 1 if config.durability == "checkpoint" else 2
         least_homes = 2 if config.durability == "step" else 1
         for num_homes in range(most_homes, least_homes - 1, -1):

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.compat.transformers_conversions import loaded_in_rows, tensors_replaced
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
-from hf_lohan.config import OffloadConfig, ResolvedConfig
+from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.attachment import (
@@ -238,8 +238,8 @@ def from_pretrained(
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
-    config, found = at_stores(config, default_ssd_path, links_to_other_ranks())
-    config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
+    asked, found = at_stores(config, default_ssd_path, links_to_other_ranks())
+    config = resolved_here(asked, device, default_ssd_path, links_to_other_ranks())
     checkpoint = Checkpoint.open(path, kwargs)
     model_config = checkpoint.take_config(kwargs)
     model_class = model_class or model_class_of(model_config, checkpoint.code)
@@ -337,7 +337,7 @@ def from_pretrained(
 
 
 def as_tied(
-    checkpoint: Checkpoint, model_class: Any, model_config: Any, dtype: torch.dtype, config: ResolvedConfig
+    checkpoint: Checkpoint, model_class: Any, model_config: Any, dtype: torch.dtype, config: OffloadConfig
 ) -> tuple[Checkpoint, Any]:
     """Return a checkpoint whose tied weights are loaded once, and its config. See `config_as_tied`."""
     if ties_weights(model_config) and (checkpoint.missing or has_safetensors(checkpoint.folder)):

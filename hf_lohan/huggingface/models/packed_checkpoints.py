@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_lohan.compat.transformers_conversions import bytes_in_file
-from hf_lohan.config import OffloadConfig, ResolvedConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     has_safetensors,
     opened_tensors,
@@ -36,7 +36,7 @@ FUSED_EXPERTS = "experts"
 """The end of the names of fused experts, which bitsandbytes does not quantize."""
 
 
-def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.dtype) -> OffloadConfig:
+def quantized_as_asked(config: ResolvedConfig, asked: Any, compute_dtype: torch.dtype) -> ResolvedConfig:
     """The settings with `quantize` as a ``quantization_config`` asks; unchanged if it is None. Modules that either of
     them skips are skipped.
 
