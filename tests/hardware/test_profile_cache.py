@@ -105,7 +105,7 @@ def test_other_shapes_dtypes_and_efforts_are_measured(ask: Ask, measurer: Measur
 
 
 @pytest.mark.parametrize(
-    "setting", [{"cpu_threads": 2}, {"_io_threads": 3}, {"_io_piece_bytes": 4096}, {"optimizer_state_dtype": "int8"}]
+    "setting", [{"cpu_threads": 2}, {"io_threads": 3}, {"io_piece_bytes": 4096}, {"optimizer_state_dtype": "int8"}]
 )
 def test_another_config_is_measured(
     ask: Ask, measurer: Measurer, config: OffloadConfig, setting: dict[str, Any]
