@@ -114,10 +114,6 @@ def test_file_names_are_recognized(name: str, found: bool) -> None:
     assert is_file_of_ours(name) and exists(name) == found
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
-
-
 def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
     names = {path.name for path in (ROOT / "docs" / "benchmarks").iterdir()} - {"README.md"}
     assert all(re.fullmatch(r"[a-z]+(_[a-z0-9]+)*\.json", name) for name in names), names

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hf_lohan.activations import anchor_name
+from hf_lohan.activations.kernel_names import anchor_name
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.compat.torch_private import (

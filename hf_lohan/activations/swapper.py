@@ -7,22 +7,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.compat.torch_private import version_of
-from hf_lohan.device import Buffer, BufferPool, Device, Event, HostRead, HostStack, IntervalStack, Lane
+from hf_lohan.device import Buffer, BufferPool, Device, DeviceHasher, Event, HostRead, HostStack, IntervalStack, Lane
 from hf_lohan.files import IoRequest
 from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordRead
 from hf_lohan.threads import FirstFailure, WorkThread, return_freed_memory
 from hf_lohan.timeline import COMPUTE_WAITS
-
-if TYPE_CHECKING:
-    from hf_lohan.device.xxh3 import DeviceHasher
 
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"

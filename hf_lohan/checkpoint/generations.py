@@ -18,11 +18,12 @@ from functools import cached_property
 from glob import escape, glob
 from typing import Any, Literal
 
+from hf_lohan.annexes import need_annex
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.ranks.transport.agreements import newest_common_commit
-from hf_lohan.store import Commit, kept_commits
+from hf_lohan.store import Commit, Store, kept_commits
 from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory, stores_under
 from hf_lohan.store.store_folders import names_in
@@ -431,6 +432,30 @@ def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bo
     is_older = one.generation <= found.generation and (one.common is not None or one.is_copy)
     is_older = is_older and one.newest.step <= found.newest.step
     return is_older or _is_worthless(one, sets) or (one.common is not None and _is_superseded(one, sets))
+
+
+def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
+    """Return each store's commit of the newest step that all stores have. Raises RanksDisagreeError if no step is
+    common, and ValueError for a store without commits."""
+    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
+    for store, commits in zip(stores, commits_by_rank, strict=True):
+        if not commits:
+            raise ValueError(f"nothing is committed in {store.paths[0].path}; train at least one step first")
+    newest = newest_common_commit([list(commits) for commits in commits_by_rank])
+    return [commits[newest] for commits in commits_by_rank]
+
+
+def refuse_steps(folders: Sequence[str]) -> None:
+    """Raise `StorageError` if the store of a new generation has more than a copy, which another process has made
+    there."""
+    if any(RESHARDED_FROM not in commit.facts for commit in kept_commits(folders)):
+        raise StorageError("another process has committed a step in", path=folders[0], advice="start again")
+
+
+def resharding_for(asked: str) -> Any:
+    """Return the annex that copies a step to stores of another number of ranks. Raises ValueError without it.
+    ``asked``: what needs it."""
+    return need_annex("resharding", asked)
 
 
 def _bytes_in(folder: str) -> int:

@@ -527,8 +527,9 @@ def reshard_command(
 ) -> None:
     """Copy the last step of a run into new stores for another number of ranks. The old stores stay."""
     with one_line_errors():
-        from hf_lohan.cli.stores import reshard_stores
+        from hf_lohan.checkpoint.generations import resharding_for
 
+        reshard_stores = resharding_for("lohan reshard").reshard_stores
         reshard_stores(stores, ranks, removes_old=remove_old, balances=balance, num_nodes=nodes)
 
 

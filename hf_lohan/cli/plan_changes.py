@@ -10,7 +10,8 @@ from typing import Any
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
 from hf_lohan.model import find_experts
-from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, simulate_step, with_changed
+from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, with_changed
+from hf_lohan.planning.studies import plan_studies
 from hf_lohan.wording import format_bytes
 
 WORTH_IT = 1.01
@@ -58,7 +59,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     return {
         **planned.plan.to_mapping(),
         "solvers": [asdict(solved) for solved in planned.plan.solvers],
-        **simulated_facts(planned),
+        **plan_studies().simulated_facts(planned),
         "longest_tokens": longest.num_tokens,
         "longest_tokens_is_longest_tried": longest.is_longest_tried,
         "positions_exceeded": positions_exceeded(planned),
@@ -95,18 +96,6 @@ def _expert_facts(planned: PlannedRun) -> dict[str, Any]:
         for name, plan in (("none", ways[False]), ("world", ways[True]))
     }
     return {"expert_parallel": {"divides": divides_experts(planned.plan), "tried": tried}}
-
-
-def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
-    """Return the figures of the simulated step in JSON's types. They are null with several ranks."""
-    simulated = simulate_step(planned.profile, planned.hardware, planned.setup, planned.plan)
-    if simulated is None:
-        return dict.fromkeys(("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes"))
-    return {
-        "simulated_busy_s": simulated.busy_s,
-        "simulated_waits_s": simulated.waits_s,
-        "simulated_most_bytes": {tier: curve.most_bytes for tier, curve in simulated.memory.items()},
-    }
 
 
 def row_tokens(planned: PlannedRun) -> int:

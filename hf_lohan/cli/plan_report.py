@@ -36,7 +36,7 @@ from hf_lohan.cli.plan_ranks import (
     tried_rows,
     what_hides,
 )
-from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, lifetimes_of_run, longest_row_of, plan_run
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
@@ -44,15 +44,13 @@ from hf_lohan.planner import (
     BudgetError,
     SizeClass,
     drive_life,
-    simulate_step,
     what_hardware_buys,
 )
-from hf_lohan.planner.address_plan import Addresses
 from hf_lohan.planner.fitting import device_limit_bytes
-from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.planning import PlannedEpoch, read_lengths
-from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
+from hf_lohan.planning.studies import plan_studies, studies_for
+from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, percent, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
@@ -70,7 +68,8 @@ def run_plan(
     helps if no plan fits. With `as_json`, a plan that does not fit is printed as well. ``lifetimes``: also print, and
     draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows, of which the longest is
     planned, and the epoch as well."""
-    found: list[StepLifetimes] = []
+    studies: Any = studies_for("--lifetimes" if lifetimes else "--plot") if lifetimes or plot is not None else None
+    found: list[Any] = []
     lengths = read_lengths(lengths_file) if lengths_file is not None else []
     request = _for_longest(request, lengths)
 
@@ -79,7 +78,7 @@ def run_plan(
         if lengths and planned.plan.fits:
             more["epoch"] = epoch_of(planned, lengths).to_mapping()
         if lifetimes:
-            found.append(lifetimes_of_run(planned))
+            found.append(studies.lifetimes_of_run(planned))
             more["lifetimes"] = found[0].to_mapping(planned.hardware) | {"layers": "whole"}
         return more
 
@@ -89,15 +88,13 @@ def run_plan(
             console.print()
             print_epoch(epoch_of(planned, lengths), planned, console)
         if lifetimes:
-            found.append(lifetimes_of_run(planned))
+            found.append(studies.lifetimes_of_run(planned))
             console.print()
-            print_lifetimes(found[0], planned, console)
+            studies.print_lifetimes(found[0], planned, console)
 
     planned = _planned(request, show, as_json=as_json, more_facts=facts)
     if plot is not None:
-        from hf_lohan.cli.plan_plot import plot_plan
-
-        plot_plan(planned, plot, found[0] if found else None)
+        studies.plot_plan(planned, plot, found[0] if found else None)
 
 
 def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
@@ -190,7 +187,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(heading(planned), soft_wrap=True)
     console.print()
     console.print(summary(planned), soft_wrap=True)
-    for line in (*_simulated(planned), *_order(planned), *_length(planned)):
+    for line in (*plan_studies().simulated_sentences(planned), *_order(planned), *_length(planned)):
         console.print(line, soft_wrap=True)
     for table in (_resources(planned), *_sent(planned), _tiers(planned), _activations(planned)):
         console.print()
@@ -225,7 +222,7 @@ def longest_row_text(planned: PlannedRun) -> str:
 
 def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> None:
     """Print a table of classes of lengths, and sentences on the epoch."""
-    table = _table("tokens up to", "batches", "a step", "bound by", "share of the epoch")
+    table = table_of("tokens up to", "batches", "a step", "bound by", "share of the epoch")
     for of_class in epoch.classes:
         table.add_row(
             str(of_class.num_tokens),
@@ -251,47 +248,6 @@ def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> N
         )
 
 
-def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Console) -> None:
-    """Print a table of the kinds of tensors, and a sentence on their use."""
-    whole = "The table is of whole layers; the plan runs them in chunks.\n" if planned.plan.chunk_tokens else ""
-    kinds = lifetimes.kinds(planned.hardware)
-    table = _table("tensors", "number", "bytes", "in use", "gap", "longest", "link", "SSDs")
-    for kind, summary in kinds.items():
-        shares = summary.can_leave_share
-        table.add_row(
-            kind,
-            str(summary.num_tensors),
-            format_bytes(summary.num_bytes),
-            f"{100 * summary.active_share:.2g}%",
-            seconds(summary.median_gap_s),
-            seconds(summary.longest_gap_s),
-            f"{100 * shares['link']:.0f}%",
-            f"{100 * shares['ssd']:.0f}%",
-        )
-    console.print(table)
-    console.print(
-        "\nA gap is the time between two uses (the median, and the longest). Link, SSDs: the share of the bytes that "
-        "could leave the device and return within their longest gap.\n"
-        "If all these tensors were on a device with enough memory, one micro-batch and its update would take "
-        f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.\n"
-        f"{whole}{_addresses_in_words(lifetimes.addresses())}",
-        soft_wrap=True,
-    )
-
-
-def _addresses_in_words(addresses: Addresses) -> str:
-    live_bytes = max(1, addresses.live_bytes)
-    planned, caching, expandable = (
-        f"{100 * (num_bytes / live_bytes - 1):.1f}%"
-        for num_bytes in (addresses.planned_bytes, addresses.caching_bytes, addresses.expandable_bytes)
-    )
-    return (
-        f"Operations make up to {format_bytes(addresses.live_bytes)} at one time. Addresses that are planned for the "
-        f"whole step take {planned} more than that, and PyTorch's allocator would reserve {expandable} more with "
-        f"expandable segments and {caching} more without."
-    )
-
-
 def heading(planned: PlannedRun) -> Text:
     profile, hardware = planned.profile, planned.hardware
     dtype = str(planned.dtype).removeprefix("torch.")
@@ -315,32 +271,6 @@ def summary(planned: PlannedRun) -> Text:
         f", {step.tokens_per_s:.4g} tokens/s, {step.tflops:.4g} TFLOP/s, bound by ",
         (bottleneck_label(step.bottleneck), "bold yellow"),
     )
-
-
-WORTH_NAMING_S = 0.01
-"""Shorter waits, as a share of the simulated step, are not printed."""
-_WAITS = {
-    "gradients": "buffers of gradients",
-    "commit": "a commit",
-}
-"""What computing waits for, where the simulation's word for it is not enough."""
-
-
-def _simulated(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on the simulated step. There is none with several ranks."""
-    step = simulate_step(planned.profile, planned.hardware, planned.setup, planned.plan)
-    if step is None:
-        return
-    longest = sorted(step.waits_s.items(), key=lambda wait: -wait[1])
-    named = [(cause, wait_s) for cause, wait_s in longest if wait_s >= WORTH_NAMING_S * step.step_s]
-    waits = [f"{seconds(wait_s)} for {_WAITS.get(cause, cause)}" for cause, wait_s in named]
-    what = f"; computing waits {listed(waits)}" if waits else ""
-    yield f"Simulated task by task: {seconds(step.step_s)} a step{what}."
-    plan = planned.plan
-    usual = next((solved for solved in plan.solvers if solved.name == "algorithm_1"), None)
-    if plan.solver != "algorithm_1" and usual is not None and usual.simulated_step_s is not None:
-        usual_s = seconds(usual.simulated_step_s)
-        yield f"The plan is that of the solver {plan.solver}. Algorithm 1's would take {usual_s} simulated."
 
 
 def _order(planned: PlannedRun) -> Iterable[str]:
@@ -372,7 +302,8 @@ def _length(planned: PlannedRun) -> Iterable[str]:
         )
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
+    """Return an empty table. All columns but the first are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
@@ -381,7 +312,7 @@ def _table(*columns: str) -> Table:
 
 def _resources(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
-    table = _table("seconds busy", "forward", "backward")
+    table = table_of("seconds busy", "forward", "backward")
     for column in table.columns[1:]:  # in a narrow terminal the names of the bottlenecks wrap, not the bars
         column.no_wrap = False
     table.add_column("share of the step", justify="left", no_wrap=True)
@@ -404,12 +335,12 @@ def _sent(planned: PlannedRun) -> Iterable[Table]:
     """Yield tables of the bytes that one node sends, and of the ways to send them."""
     if not nodes_send(planned.plan):
         return
-    table = _table("one node sends in a step", "", "bytes")
+    table = table_of("one node sends in a step", "", "bytes")
     for row in sent_rows(planned.plan):
         table.add_row(*row)
     yield table
     if planned.plan.tried_ways:
-        ways = _table("weights", "backward's from", "gradients", "a step")
+        ways = table_of("weights", "backward's from", "gradients", "a step")
         for way, is_taken in tried_rows(planned.plan):
             ways.add_row(*way, style="bold yellow" if is_taken else None)
         yield ways
@@ -427,7 +358,7 @@ def _tiers(planned: PlannedRun) -> Table:
         "ssd": setup.ssd_capacity_bytes or hardware.ssd_capacity_bytes,
     }
     names = {"gpu": "device", "cpu": "RAM", "ssd": "SSDs"}
-    table = _table("bytes on", "in all", "of")
+    table = table_of("bytes on", "in all", "of")
     table.add_column("for", justify="left")
     for tier, parts in planned.plan.prediction.tier_bytes.items():
         shown = ", ".join(f"{part.replace('_', ' ')} {format_bytes(size)}" for part, size in parts.items() if size)
@@ -438,7 +369,7 @@ def _tiers(planned: PlannedRun) -> Table:
 def _activations(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
     forward_flops = planned.setup.num_micro_batches * planned.profile.flops
-    table = _table("activations", "")
+    table = table_of("activations", "")
     table.add_row("kept on the device", format_bytes(step.kept_bytes))
     table.add_row("swapped to RAM", format_bytes(step.swapped_bytes - step.spilled_bytes))
     table.add_row("swapped to the SSDs", format_bytes(step.spilled_bytes))
@@ -585,7 +516,7 @@ def without_offloading(planned: PlannedRun) -> str:
 
 
 def _purchases(planned: PlannedRun) -> Table:
-    table = _table("what would change it", "a step", "tokens/s", "faster")
+    table = table_of("what would change it", "a step", "tokens/s", "faster")
     for nearest in nearest_changes(planned):
         step = nearest.planned.plan.prediction
         faster = f"{nearest.times_faster:.2f} x"

@@ -12,26 +12,22 @@ import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
-from hf_lohan.checkpoint.resharding import RunRouting, routing_of
+from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
-from hf_lohan.hardware.gpu_direct import uses_direct_io
-from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.hardware.direct_io import uses_direct_io
 from hf_lohan.huggingface.attention import cuttable_layers
-from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
-from hf_lohan.huggingface.models.hub import read_model_config
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
-from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
+from hf_lohan.huggingface.layers import activations_kept_if_needed
+from hf_lohan.huggingface.models.recipe import model_to_plan
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, SizeClass
 from hf_lohan.planner.fitting import device_limit_bytes
-from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
     LongestRow,
     MicroBatches,
@@ -41,7 +37,6 @@ from hf_lohan.planning import (
     StepShape,
     check_together,
     lay_out,
-    lifetimes_of_step,
     longest_row,
     plan_epoch,
     plan_step,
@@ -196,16 +191,13 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     )
     if request.hardware is not None and hardware is not None:
         hardware = _direct_if_asked(hardware, config, request.hardware)
-    code = {"trust_remote_code": request.trust_remote_code}
-    model_config = read_model_config(request.model, {"revision": request.revision, **code})
-    dtype = planning_dtype(model_config, request.dtype)
-    model = weightless_model(model_config, dtype, request.lora_rank, code=code)
-    published = quantization_of(model_config)
-    if published is not None and not published.get("load_in_4bit"):
-        refuse_other_methods(request.model, published)
-    if published is not None and (request.lora_rank is not None or published.get("load_in_4bit")):
-        base = weightless_model(model_config, dtype, code=code)
-        config = packed_as_published(request.model, model_config, base, config, dtype)
+    model, dtype, config = model_to_plan(
+        request.model,
+        {"revision": request.revision, "trust_remote_code": request.trust_remote_code},
+        config,
+        dtype=request.dtype,
+        lora_rank=request.lora_rank,
+    )
     ways = ways_asked_for(request.collectives)
     if ways is not None:  # memory is for the way that needs most
         widest = max(ways, key=lambda way: way.within != "exact")
@@ -217,7 +209,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     in_turn_because = why_not_together(model) if micro_batches.run_together is None else None
     shape = StepShape(
         request.batch_size,
-        tokens_of_rank(request.sequence_length or _sequence_length_of(model_config), config.ranks.per_row),
+        tokens_of_rank(request.sequence_length or _sequence_length_of(model.config), config.ranks.per_row),
         num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
         num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
@@ -372,13 +364,6 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
         num_ranks=request.num_ranks,
         packed_row_tokens=planned.shape.sequence_length,
     )
-
-
-def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
-    """Return when each tensor of one of the run's micro-batches is in use. Raises ValueError for a model in which a
-    layer runs more than once."""
-    fused = not planned.hardware.device.shares_cpu
-    return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
 
 
 def _cuttable(model: nn.Module, layout: OffloadLayout) -> ChunkedLayers:

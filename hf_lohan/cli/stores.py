@@ -1,4 +1,4 @@
-"""`lohan verify` and `lohan reshard`: read the stores of a run, show a progress bar, and print the result."""
+"""`lohan verify`: reads the stores of a run, shows a progress bar, and prints the result."""
 
 from __future__ import annotations
 
@@ -8,82 +8,33 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hf_lohan.checkpoint.generations import stores_of
-from hf_lohan.checkpoint.resharding import LoggedProgress, newest_common_commits, reshard
+from hf_lohan.checkpoint.generations import newest_common_commits, stores_of
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import refuse_other_parts
-from hf_lohan.wording import times
 
 _PIECE_BYTES = 4 << 20
 
 
-def _ssd_paths(stores: Sequence[str]) -> list[list[str]]:
+def ssd_paths_of(stores: Sequence[str]) -> list[list[str]]:
     """Return the ssd paths of a run's ranks. ``stores`` is its output folder, or the paths that all ranks share."""
     return store_paths_of(stores[0]) if len(stores) == 1 else [[*map(str, stores)]]
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """Return a bar of bytes, which disappears at its end."""
     words, left = TextColumn("{task.description}"), TimeRemainingColumn()
     columns = (words, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
     return Progress(*columns, console=console, transient=True)
 
 
-def reshard_stores(
-    stores: Sequence[str], num_ranks: int, *, removes_old: bool, balances: bool = False, num_nodes: int | None = None
-) -> None:
-    """Copy the last step of a run for another number of ranks, or with ``balances`` with other owners of experts, and
-    print the new folders. Raises as `reshard` does, and ValueError for ``num_nodes`` without ``balances``."""
-    if num_nodes is not None and not balances:
-        raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
-    from hf_lohan.huggingface.models.export import described_model  # imports transformers
-
-    console, logged = Console(stderr=True), LoggedProgress("copied")
-    with _progress(console) as progress:
-        task = progress.add_task("copying", total=None)
-
-        def on_copied(num_bytes: int, total_bytes: int) -> None:
-            progress.update(task, total=total_bytes, advance=num_bytes)
-            logged.advance(num_bytes, total_bytes)
-
-        resharded = reshard(
-            _ssd_paths(stores),
-            num_ranks,
-            form_of=lambda store: described_model(store)[1],
-            removes_old=removes_old,
-            balances=balances,
-            num_nodes=num_nodes,
-            on_copied=on_copied,
-        )
-    _print(console, logged.text())
-    step = resharded.global_step
-    what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
-    text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
-    if (balanced := resharded.balanced) is not None:
-        is_same = resharded.num_ranks_before == num_ranks
-        before = f"it had {balanced.most_before:.2f} times before"
-        _print(
-            Console(),
-            f"by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
-            f"{balanced.most_after:.2f} times the mean of {times(num_ranks, 'rank')} on "
-            f"{times(balanced.num_nodes, 'node')}; "
-            + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
-        )
-    if not removes_old:
-        text += (
-            "; a run continues from there. The old stores stay: on each ssd path, you may delete "
-            f"{resharded.old_files} (--remove-old does this), or {resharded.new_files} to continue as before"
-        )
-    _print(Console(), text)
-
-
 def verify_stores(stores: Sequence[str]) -> bool:
     """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
     ValueError if nothing is committed."""
-    paths = _ssd_paths(stores)
+    paths = ssd_paths_of(stores)
     found = stores_of(paths).found
     folders = paths if found is None else found.folders()
     console = Console()
@@ -104,7 +55,7 @@ def verify_stores(stores: Sequence[str]) -> bool:
 def _verify_one(store: Store, console: Console) -> bool:
     commit = newest_common_commits([store])[0]
     verdict = _damage(store, commit, console, "")
-    _print(console, f"{_contents(store, commit)}: {verdict or 'every checksum is right'}")
+    print_line(console, f"{_contents(store, commit)}: {verdict or 'every checksum is right'}")
     return not verdict
 
 
@@ -122,16 +73,16 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
     for rank, (store, commit, (last,)) in enumerate(zip(stores, commits, newest, strict=True)):
         who = f"rank {rank} of {num_ranks}"
         verdict = _damage(store, commit, console, f"{who}: ")
-        _print(console, f"{who}: {_contents(store, commit)}: {verdict or 'every checksum is right'}")
+        print_line(console, f"{who}: {_contents(store, commit)}: {verdict or 'every checksum is right'}")
         are_right &= not verdict
         if commit.number != last.number:
             verdict = _damage(store, last, console, f"{who}, commit {last.number}: ")
-            _print(
+            print_line(
                 console,
                 f"{who} also has commit {last.number}, which a resume drops: "
                 + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
             )
-    _print(console, problem or f"all {num_ranks} ranks hold commit {commits[0].number}")
+    print_line(console, problem or f"all {num_ranks} ranks hold commit {commits[0].number}")
     return are_right and not problem
 
 
@@ -139,16 +90,16 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     """Read all data of a commit, and print each damaged part. Returns a summary, or "" for no damage."""
     num_damaged = 0
     store.view_commit(commit)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
         for record, errors in store.verify_records():
             progress.advance(task, record.num_bytes)
             for error in errors:
                 num_damaged += 1
-                _print(console, f"{who}{error}")
+                print_line(console, f"{who}{error}")
     files = store.verify_files() or _journal_errors(store, commit)
     for damage in files:
-        _print(console, f"{who}{damage}")
+        print_line(console, f"{who}{damage}")
     if files:
         return f"{num_damaged} granules and {len(files)} other files are damaged"
     return f"{num_damaged} granules are damaged" if num_damaged else ""
@@ -174,5 +125,6 @@ def _contents(store: Store, commit: Commit) -> str:
     return f"commit {commit.number}, {len(store.records)} records, {total_bytes} bytes"
 
 
-def _print(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
+    """Print a sentence whose line a terminal may wrap, as it is."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)

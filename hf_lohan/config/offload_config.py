@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from hf_lohan.annexes import missing_for
 from hf_lohan.config.former_names import refuse_former_names, with_present_names
 from hf_lohan.config.tables import (
     ChunkSettings,
@@ -219,6 +220,8 @@ class OffloadConfig:
                 f"gpu_memory: {slots} bytes is more than device_memory: {whole} bytes, which also counts a step's "
                 "working memory; lower gpu_memory or set it to auto, or raise device_memory"
             )
+        if (missing := missing_for(self)) is not None:
+            raise ConfigError(missing)
 
     def _refuse_beside_ranks_of_a_row(self) -> None:
         """Raise ConfigError for settings that need the whole rows of a batch on each rank."""

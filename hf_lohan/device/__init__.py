@@ -4,7 +4,7 @@ All higher rooms use only the interface, so tests on a CPU run the same engine a
 `torch.cuda`.
 """
 
-from hf_lohan.device.base import COPY_LANES, Device, DeviceGroup, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.device.base import Device, DeviceGroup, DeviceHasher, MemoryPeak
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.device_arena import DeviceArena
@@ -12,6 +12,7 @@ from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
 from hf_lohan.device.gpu_links import GpuLink, LinkKind, links_between_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
 from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
+from hf_lohan.device.lanes import COPY_LANES, Event, Lane, Stamp
 
 __all__ = [
     "COPY_LANES",
@@ -21,6 +22,7 @@ __all__ = [
     "Device",
     "DeviceArena",
     "DeviceGroup",
+    "DeviceHasher",
     "Event",
     "GpuLink",
     "HostRead",

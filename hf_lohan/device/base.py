@@ -1,9 +1,8 @@
-"""The interface of devices: lanes of work, events between them, device memory and host memory."""
+"""The interface of devices: work on lanes, and host memory for copies."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,55 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_lohan.device.device_arena import DeviceArena
 from hf_lohan.device.host_memory import mapped_file
+from hf_lohan.device.lanes import DeviceMemory, Event, Lane, Stamp
 from hf_lohan.timeline import Timeline
-
-
-class Lane(enum.Enum):
-    """An ordered queue of device work. Lanes run concurrently; only events order work of different lanes."""
-
-    COMPUTE = "compute"
-    H2D = "h2d"
-    D2H = "d2h"
-    D2H_ASIDE = "d2h aside"
-    """From device to host as well, but for memory that is already filled. These copies do not wait for copies of
-    gradients that the device has not computed yet."""
-
-    @property
-    def in_timeline(self) -> str:
-        """The timeline's name for this lane."""
-        return str(Lane.D2H.value if self is Lane.D2H_ASIDE else self.value)
-
-
-COPY_LANES: tuple[Lane, ...] = (Lane.H2D, Lane.D2H, Lane.D2H_ASIDE)
-
-
-class Event(ABC):
-    """A point in a lane's queue. It is reached when all earlier work of the lane is done."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block the calling host thread until the event is reached."""
-
-    @abstractmethod
-    def is_reached(self) -> bool:
-        """Return whether the event is known to be reached. Does not wait."""
-
-
-class Stamp(ABC):
-    """A point in a lane's queue that measures when it was reached."""
-
-    @abstractmethod
-    def is_reached(self) -> bool:
-        """Return whether all earlier work of the lane is done."""
-
-    @abstractmethod
-    def at_s(self) -> float:
-        """Wait for the stamp and return when it was reached, on the clock of `time.perf_counter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +54,28 @@ class DeviceGroup(ABC):
         """End all exchanges, now and later. What they had to fill has no values. Any thread may call this."""
 
 
-class Device(ABC):
+class DeviceHasher(ABC):
+    """Hashes device memory with the bits of xxh3, in the order of a lane."""
+
+    @abstractmethod
+    def covers(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is device memory."""
+
+    @abstractmethod
+    def can_hash(self, tensor: Tensor) -> bool:
+        """Return whether the memory is aligned to words."""
+
+    @abstractmethod
+    def hashes(self, content: Tensor, piece_bytes: int, lane: Lane) -> Tensor:
+        """Return the hash of each piece of ``content``, uint8 [num_bytes], as int64 [pieces]. ``lane`` has waited for
+        the work that fills the memory. Blocks until its earlier work is done."""
+
+    @abstractmethod
+    def zero(self, content: Tensor) -> None:
+        """Enqueue zeros on H2D."""
+
+
+class Device(DeviceMemory):
     """One compute device with its memory, host memory for copies, and lanes.
 
     Copies are asynchronous. Every caller obeys these rules:
@@ -111,15 +88,12 @@ class Device(ABC):
     * host memory is read or reused only after `synchronize()` of the event of the copy that uses it.
     """
 
-    torch_device: torch.device
     memory_is_host: bool = False
     """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
     shares_cores: bool = False
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True
     """Whether the device's allocator grows segments, so that memory fragments little."""
-    plans_addresses: bool = True
-    """Whether `arena` gives planned places. Otherwise PyTorch's allocator gives all."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` records the work of this device."""
@@ -145,15 +119,6 @@ class Device(ABC):
     @abstractmethod
     def stamp(self, lane: Lane) -> Stamp:
         """Enqueue a time measurement on `lane`."""
-
-    @abstractmethod
-    def empty(self, num_bytes: int) -> Tensor:
-        """Allocate device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
-
-    @abstractmethod
-    def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
-        """Return bytes of memory from `empty` as a uint8 tensor [num_bytes], whose storage is its own and keeps
-        ``memory`` alive. Copies from or to this tensor are noted in the arena (`DeviceArena.note_copy`)."""
 
     @abstractmethod
     def host_empty(self, num_bytes: int) -> Tensor:
@@ -182,17 +147,8 @@ class Device(ABC):
         return self.record(Lane.COMPUTE)
 
     @abstractmethod
-    def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        """Return an event at the present end of `lane`. On COMPUTE, it marks the end of all uses of `tensors`, and of
-        `reads`, which were only read, so that copies from them may begin earlier."""
-
-    @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Have later work of `lane` start after `event`. On a GPU this does not block the host."""
-
-    def compute_lane(self) -> object:
-        """Return what identifies the lane COMPUTE of the calling thread."""
-        return None
 
     def in_this_lane(self) -> AbstractContextManager[object]:
         """Return a context for another thread, in which its compute goes to the calling thread's lane."""

@@ -10,8 +10,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Event, Lane, Stamp
+from hf_lohan.device.base import Device
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
+from hf_lohan.device.lanes import Event, Lane, Stamp
 from hf_lohan.threads import usable_cpus
 
 

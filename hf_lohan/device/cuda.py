@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import allocator_settings, begin_sends, nccl_group, set_allocator_settings
-from hf_lohan.device.base import COPY_LANES, Device, DeviceGroup, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.device.base import Device, DeviceGroup, MemoryPeak
 from hf_lohan.device.gpu_links import uuid_of, why_not_linked
 from hf_lohan.device.host_memory import mapped_empty, mapped_file
+from hf_lohan.device.lanes import COPY_LANES, Event, Lane, Stamp
 from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,14 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef
+from hf_lohan.device.lanes import DeviceMemory, Event, Lane
 from hf_lohan.planner.address_plan import aligned, plan_addresses
-
-if TYPE_CHECKING:
-    from hf_lohan.device.base import Device, Event, Lane
 
 _MOST_PLANS = 64
 """Plans of passes that are remembered, such as those of batches of different lengths."""
@@ -77,7 +75,7 @@ class DeviceArena:
     there is no place, or that was not planned, comes from PyTorch's allocator.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceMemory) -> None:
         self._device_of_arena = weakref.ref(device)  # the device has the arena
         self._lock = threading.Lock()
         self._plans: dict[Hashable, _PassPlan] = {}
@@ -102,7 +100,7 @@ class DeviceArena:
         """Other tensors."""
 
     @property
-    def _device(self) -> Device:
+    def _device(self) -> DeviceMemory:
         device = self._device_of_arena()
         assert device is not None
         return device

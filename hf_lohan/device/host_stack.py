@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Event
+from hf_lohan.device.base import Device
+from hf_lohan.device.lanes import Event
 
 CACHE_LINE_BYTES = 64
 

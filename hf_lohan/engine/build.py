@@ -243,8 +243,7 @@ def build_loaders(
     """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one. With
     several ranks each rank loads its own experts."""
     deliver = updates.pipeline.deliver
-    if tiers.direct is not None:
-        tiers.direct.register([slot.weights for slots in ring.slots.values() for slot in slots])
+    tiers.direct.register([slot.weights for slots in ring.slots.values() for slot in slots])
     places = _expert_places(layout, tiers, config)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, updates.pipeline)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.experts.cache)

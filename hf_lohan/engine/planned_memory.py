@@ -223,10 +223,8 @@ class PlannedMemory:
             num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,
             buffer_bytes=self.layout.activation_staging_bytes,
         )
-        hasher = self._tiers.direct.hasher if self._tiers.direct is not None else None
-        if hasher is not None:
-            files.use_device(hasher)
-        self._activations.swapper.use_ssd(files, self._staging, numel, hasher)
+        files.use_device(self._tiers.direct.hasher)
+        self._activations.swapper.use_ssd(files, self._staging, numel, self._tiers.direct.hasher)
 
     def _leave_ssd(self) -> None:
         if self._spill_files is not None:

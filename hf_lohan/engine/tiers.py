@@ -22,7 +22,7 @@ from hf_lohan.engine.ranks import (
     open_rank_memory,
 )
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
+from hf_lohan.hardware.direct_io import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import DeviceLanes, Links, RowLinks, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
@@ -49,14 +49,14 @@ class Tiers:
     """Memory for swapped activations and held gradients. Allocated with the plan."""
     links: Links
     """Links to the other ranks, which are not closed with the tiers."""
+    direct: DirectIo
+    """How files are read and written."""
     codecs: LinkCodecs
     """Codecs for data that is sent to other nodes."""
     rank_memory: RankMemory | None = None
     """None for a single rank."""
     transport: DeviceLanes | None = None
     """Sends weights between the devices of a node's ranks. None if they go through host memory."""
-    direct: DirectIo | None = None
-    """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""
     row_memory: RowMemory | None = None
     """Memory of the ranks that share rows (`ranks.per_row`). None if a rank has whole rows."""
     paths_of_ranks: Sequence[Sequence[str]] = ()
@@ -87,8 +87,7 @@ class Tiers:
             self.transport.close()
         self.store.close()
         self.io.close()
-        if self.direct is not None:
-            self.direct.backend.close_library()
+        self.direct.close()
 
 
 def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, links: Links | None = None) -> Tiers:
@@ -105,14 +104,13 @@ def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, li
         if transport is not None:
             cleanup.callback(transport.close)
         direct = open_direct_io(config, device)
-        if direct is not None:
-            cleanup.callback(direct.backend.close_library)
+        cleanup.callback(direct.close)
         io = IoEngine(
             num_threads=config.io_threads,
             piece_bytes=config.io_piece_bytes,
             max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
             timeline=device.timeline,
-            **({"backend": direct.backend} if direct is not None else {}),
+            backend=direct.backend,
         )
         cleanup.callback(io.close)
         paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
@@ -127,8 +125,7 @@ def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, li
                 scratch=(*layout.spill_records(), *layout.decided().copy_records),
             )
         cleanup.callback(store.close)
-        if direct is not None:
-            store.use_device(direct.hasher)
+        store.use_device(direct.hasher)
         agree_on_commits(store, links)  # loaded weights may replace a commit later
         store.clear_records()
         spill_records = layout.spill_records()
@@ -155,10 +152,10 @@ def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, li
             pool("recall", plan.num_recall_buffers),
             HostStack(device),
             links,
+            direct,
             codecs,
             rank_memory,
             transport,
-            direct,
             RowMemory(RowLinks(links, config.ranks.per_row), device) if config.ranks.per_row > 1 else None,
             [json.loads(of_rank) for of_rank in links.all_gather("the ssd paths of each rank", own_paths)],
         )

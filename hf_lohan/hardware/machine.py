@@ -14,7 +14,7 @@ import psutil
 
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import Device, GpuLink, LinkKind, available_host_memory_bytes, links_between_gpus
-from hf_lohan.hardware.gpu_direct import why_not
+from hf_lohan.hardware.direct_io import why_no_direct_io
 from hf_lohan.hardware.paths import text_of
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.threads import usable_cpus
@@ -139,7 +139,7 @@ class MachineFacts:
 def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
     """Collect the facts in a short time. ``config`` must be resolved."""
     limits = container_limits()
-    problem, trials = why_not(device, [ssd.path for ssd in config.ssd])
+    problem, rates = why_no_direct_io(device, [ssd.path for ssd in config.ssd])
     return MachineFacts(
         device_type=device.torch_device.type,
         device_name=device_name(device),
@@ -147,7 +147,7 @@ def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
         is_pinned=_is_pinned(device),
         gpu_links=tuple(links_between_gpus()),
         gpudirect_problem=problem,
-        gpudirect_rates="; ".join(f"{trial.folder}: {trial}" for trial in trials if not problem),
+        gpudirect_rates=rates,
         bf16_units=bf16_units(),
         usable_cpus=usable_cpus(),
         cpu_quota=limits.num_cpus,

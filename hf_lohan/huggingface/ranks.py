@@ -23,28 +23,24 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
-from hf_lohan.checkpoint.generations import RunStores, find_stores
-from hf_lohan.checkpoint.reshard_together import reshard_together
-from hf_lohan.checkpoint.resharding import LoggedProgress, refuse_steps
+from hf_lohan.checkpoint.generations import RunStores, find_stores, refuse_steps
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
-from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig, SsdPath
+from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.equal_runs import check_equal_packages
-from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
-from hf_lohan.store import RecordSpec, Store
+from hf_lohan.store import RecordSpec
 from hf_lohan.store.commits import COMMIT_NAME
 from hf_lohan.store.manifest import rank_of, read_manifest
 from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.store.store_folders import remove_store
-from hf_lohan.wording import times
 
 logger = logging.getLogger(__name__)
 
@@ -270,36 +266,6 @@ def refuse_changed(found: RunStores, links: Links) -> None:
             f"the stores in {' and '.join(found.directories[0])} were resharded by another process while this run "
             "began; start again"
         )
-
-
-def reshard_for_these_ranks(
-    found: RunStores, given: Sequence[SsdPath], links: Links, opened: tuple[Store, Sequence[Block]] | None = None
-) -> None:
-    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
-    stay. ``given`` are the ssd paths of the settings, with capacities. ``opened``: this rank's own store and its
-    blocks, if a model was streamed to it. All ranks call this together. Raises the errors of `reshard_together`."""
-    from hf_lohan.huggingface.models.export import described_model  # imports this module
-
-    log_once(
-        links,
-        f"step {found.last.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
-        f"{times(links.ranks.num_ranks, 'rank')}",
-    )
-    capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in given]
-    progress = LoggedProgress("resharded")
-    with contextlib.ExitStack() as line:
-
-        def on_copied(num_bytes: int, total_bytes: int) -> None:
-            if links.ranks.rank == 0:
-                if not progress.num_bytes:
-                    line.enter_context(long_work("resharding the stores", total_bytes))
-                advance(num_bytes)
-                progress.advance(num_bytes, total_bytes)
-
-        reshard_together(
-            found, links, lambda store: described_model(store)[1], launch_id(), capacities, opened, on_copied
-        )
-    log_once(links, progress.text())
 
 
 def remove_left_copy(paths: Sequence[str], records: Sequence[RecordSpec]) -> None:

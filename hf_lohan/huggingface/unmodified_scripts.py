@@ -19,8 +19,8 @@ from transformers import trainer as stock_module
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files.directories import temporary_folder
 from hf_lohan.huggingface.accelerator import Accelerator
-from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.launch import launch_offloaded
+from hf_lohan.huggingface.local_run import launched_with, num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trainer.trl_models import initialize_before
 

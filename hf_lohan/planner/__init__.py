@@ -66,8 +66,6 @@ from hf_lohan.planner.search.hardware_changes import (
     what_hardware_buys,
 )
 from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes
-from hf_lohan.planner.search.solvers import choose_solver
-from hf_lohan.planner.simulation.simulated_step import MemoryCurve, SimulatedStep, simulate_step
 
 __all__ = [
     "COMPUTING_RATES",
@@ -98,7 +96,6 @@ __all__ = [
     "KeysAndValues",
     "Lanes",
     "LayerPlacements",
-    "MemoryCurve",
     "ModelProfile",
     "OffloadPlan",
     "OperationProfile",
@@ -108,7 +105,6 @@ __all__ = [
     "ProfileError",
     "Quantization",
     "RecordTraffic",
-    "SimulatedStep",
     "SizeClass",
     "SsdProfile",
     "StepPrediction",
@@ -117,7 +113,6 @@ __all__ = [
     "all_ways",
     "balanced_experts",
     "choose_resident_records",
-    "choose_solver",
     "cut_for_ranks",
     "cut_units",
     "drive_life",
@@ -131,7 +126,6 @@ __all__ = [
     "plan_pools",
     "scaled_to",
     "shared_segments",
-    "simulate_step",
     "slots_for_generation",
     "step_traffic",
     "stock_training_fit",

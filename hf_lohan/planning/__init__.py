@@ -26,7 +26,7 @@ from hf_lohan.planning.order import (
     why_not_together,
 )
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, lifetimes_of_step, plan_step
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step
 from hf_lohan.planning.tracing.traced_blocks import forward_without_values, trace_blocks
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "lay_out_generation",
     "layer_beside_text",
     "lending_bytes",
-    "lifetimes_of_step",
     "longest_row",
     "part_bytes",
     "plan_epoch",

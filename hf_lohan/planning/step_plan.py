@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -15,8 +14,7 @@ from torch import nn
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, ResolvedConfig, interval_s
-from hf_lohan.model import discover_blocks, owners_of, with_rows
-from hf_lohan.model.block import ParamSlice
+from hf_lohan.model import owners_of, with_rows
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
@@ -29,23 +27,21 @@ from hf_lohan.planner import (
     OffloadPlan,
     SizeClass,
     TrainingSetup,
-    choose_solver,
     fastest_way,
     fits_without_offloading,
     plan_offload,
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.fitting import cpu_memory_advice, device_memory_advice, room_to_hold_bytes
-from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
 from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import profile_together
 from hf_lohan.planning.shared_rows import key_numel, shared_key_bytes, with_keys_of_other_ranks, with_shared_keys
+from hf_lohan.planning.studies import plan_studies
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.profile import with_owners
-from hf_lohan.planning.tracing.step_trace import trace_step
-from hf_lohan.planning.tracing.traced_blocks import run_trace, trace_blocks
+from hf_lohan.planning.tracing.traced_blocks import trace_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +163,7 @@ def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none
     if simulates == "none":
         return planned
     try:
-        best = choose_solver(
+        best = plan_studies().choose_solver(
             planned.profile, planned.hardware, planned.setup, planned.plan, compares=simulates == "all"
         )
     except Exception as error:
@@ -395,57 +391,6 @@ def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
         for planned, step in zip(found, steps, strict=True)
         if step.step_s <= fast_s and step.ssd_write_bytes_per_step <= few_bytes
     )
-
-
-def lifetimes_of_step(
-    planned: PlannedStep,
-    model: nn.Module,
-    config: ResolvedConfig,
-    *,
-    device: torch.device | str = "cpu",
-    fused_attention: bool = False,
-) -> StepLifetimes:
-    """Return when each tensor of one planned micro-batch, its gradients and its update is in use.
-
-    Layers are recomputed, whatever the plan keeps or swaps. Arguments are those of `plan_step`, and ``model`` is the
-    model of the plan. Raises ValueError for a model in which a layer runs more than once.
-    """
-    layout, shape = planned.layout, planned.shape
-    found = layout.model_blocks if layout.model_blocks.experts or layout.packs else discover_blocks(model)
-    trace = partial(
-        trace_step,
-        model,
-        found,
-        batch_size=shape.batch_size,
-        sequence_length=shape.sequence_length,
-        device=device,
-        fused_attention=fused_attention,
-        chunked_loss=chunked_loss_of(config),
-    )
-    traced = run_trace(model, trace, device)
-    weights = []
-    for block in layout.blocks:
-        dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param
-        gradient_dtype = dtype if layout.keeps_gradient_dtypes else torch.float32
-        is_expert = block.size_class is SizeClass.EXPERT
-        for part in block.slices:
-            weights.append(
-                Weight(
-                    name=part.name,
-                    block=block.name,
-                    num_bytes=_stored_bytes(part, dtype),
-                    state_bytes=int(part.numel * state_bytes_per_param) if part.trainable else 0,
-                    gradient_bytes=part.numel * gradient_dtype.itemsize if part.trainable else 0,
-                    uses=traced.weight_uses.get(block.name if is_expert else part.name, ()),
-                )
-            )
-    return step_lifetimes(traced.operations, traced.tensors, weights, planned.hardware)
-
-
-def _stored_bytes(part: ParamSlice, dtype: torch.dtype) -> int:
-    if part.packed is None:
-        return part.numel * dtype.itemsize
-    return part.packed.codes_bytes(part.numel) + part.packed.scales_bytes(part.numel)
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:

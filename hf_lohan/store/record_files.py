@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from hf_lohan.device import Lane
+from hf_lohan.device import DeviceHasher, Lane
 from hf_lohan.files import CorruptionError, Extent, ForeignStoreError, IoEngine, IoRequest, StorageError
 from hf_lohan.files.data_file import DeviceSpan, MemorySpan, byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content, PendingRequests
@@ -21,9 +21,6 @@ from hf_lohan.store.ram_home import RamHome
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.versions import Checksums, Home, Homes, TieCodes, Versions
 from hf_lohan.threads import Owner
-
-if TYPE_CHECKING:
-    from hf_lohan.device.xxh3 import DeviceHasher
 
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
@@ -92,8 +89,8 @@ class RecordFiles:
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
-    def use_device(self, hasher: DeviceHasher) -> None:
-        """Read and write device memory too. ``hasher`` computes its checksums on the device."""
+    def use_device(self, hasher: DeviceHasher | None) -> None:
+        """Read and write device memory too. ``hasher`` computes its checksums on the device. None changes nothing."""
         self._hasher = hasher
 
     def reads_to_device(self, block: str, kind: str) -> bool:

@@ -5,7 +5,8 @@
     python scripts/benchmarks/bench_migration.py --measure --json solvers.json  # also real steps, some minutes
 
 The cases are LoHan's 13B model on 1 to 12 drives, with little RAM, so that activations spill. The bound is a linear
-program (`hf_lohan.testing.step_bound`, needs scipy): no placements of activations have a shorter simulated step.
+program (`hf_lohan.annexes.studies.step_bound`, needs scipy): no placements of activations have a shorter simulated
+step.
 
 Measured steps are those of a small model whose layers compute by waiting (`paced_step.py`), on a slow paced drive to
 which activations spill. Two engines with equal weights and batches take turns, one for each solver. Their stores are
@@ -32,10 +33,14 @@ from benchmarking import Options, facts_of, offloaded_step, table_of
 from paced_step import Workload, keep_for_planner, measured_hardware, one_drive, own_cache, paced_drive
 from rich.console import Console
 
+from hf_lohan.annexes.studies import solvers
+from hf_lohan.annexes.studies.solvers import choose_solver
+from hf_lohan.annexes.studies.step_bound import least_step_s
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import read_hardware
-from hf_lohan.huggingface.attachment import offload_model, run_plan_of
+from hf_lohan.huggingface.model_methods import run_plan_of
+from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.planner import (
     BlockProfile,
     HardwareProfile,
@@ -43,12 +48,9 @@ from hf_lohan.planner import (
     OperationProfile,
     SizeClass,
     TrainingSetup,
-    choose_solver,
     plan_offload,
 )
-from hf_lohan.planner.search import solvers
 from hf_lohan.testing.paced_device import PacedDevice
-from hf_lohan.testing.step_bound import least_step_s
 from hf_lohan.testing.stored_state import Content, content_of
 
 ROOT = Path(__file__).resolve().parents[2]

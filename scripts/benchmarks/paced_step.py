@@ -43,12 +43,14 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 import hf_lohan
 import hf_lohan.engine.tiers
+from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import IoEngine
 from hf_lohan.hardware import cached_hardware, measure_hardware
-from hf_lohan.huggingface.attachment import offload_model, run_plan_of
-from hf_lohan.planner import HardwareProfile, forecast, simulate_step
+from hf_lohan.huggingface.model_methods import run_plan_of
+from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.planner import HardwareProfile, forecast
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.paced_device import PacedDevice

@@ -1,4 +1,5 @@
-"""Count the files that a gradient and a weight pass through, and find calls that climb.
+"""Count the files that a gradient, a weight, a checkpoint being loaded and a setting pass through, and find calls that
+climb.
 
     python scripts/development/count_ways.py
 
@@ -12,16 +13,23 @@ needs are printed and not counted. New weights that go to a slot are on a weight
 **A weight's way** is the files of all calls on the thread that loads blocks, and on I/O threads, in a forward without
 updates: from the choice of a load to the slot that shows the block.
 
+**A checkpoint's way** is the visits of files by `from_pretrained` and what it calls on its thread, until a call leaves
+the room `huggingface`. A function counts where it is first called, and calls one after the other in one file are one
+visit. So a file counts again each time that the way returns to it.
+
+**A setting's way** is the visits of files that read settings, from `from_pretrained` to the end of a step. Reads one
+after the other in one file are one visit.
+
 Not counted are the room `threads` and the module `timeline`, through which all calls of a thread pass and which change
 nothing, and files of which only properties and operators (`x.numel`, `x in y`) are used.
 
-**A climb** is a call on one of these ways into a room on a higher floor (`FLOORS` of `tests/test_house.py`) than the
-caller's. Three kinds of calls begin a new chain and are no climbs: a thread's loop runs a command, the end of an I/O
-request runs its callbacks, torch runs a hook. Nor is a call of a method whose class inherits it from an interface (a
-base class) in the caller's room, a lower one, or another library. For climbs, more steps are traced: with updates in
-backward, with guesses, and with forwards whose weights come from updates.
+**A climb** is a call on the way of a gradient or a weight into a room on a higher floor (`FLOORS` of
+`tests/test_house.py`) than the caller's. Three kinds of calls begin a new chain and are no climbs: a thread's loop runs
+a command, the end of an I/O request runs its callbacks, torch runs a hook. Nor is a call of a method whose class
+inherits it from an interface (a base class) in the caller's room, a lower one, or another library. For climbs, more
+steps are traced: with updates in backward, with guesses, and with forwards whose weights come from updates.
 
-Exits with 1 if a way has more than `MOST` files, or if there is a climb.
+Exits with 1 if a way has more than `MOST` files or visits, or if there is a climb.
 """
 
 from __future__ import annotations
@@ -31,8 +39,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -47,7 +56,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = f"{ROOT / 'hf_lohan'}/"
-MOST = {"gradient": 30, "weight": 16}
+MOST = {"gradient": 30, "weight": 16, "checkpoint": 91, "setting": 40}
 GRADIENT_ROOTS = {
     ("engine/model_hooks.py", "_on_gradient"),
     ("updates/arrival.py", "flush"),
@@ -56,6 +65,7 @@ GRADIENT_ROOTS = {
 }
 """Functions on the computing thread."""
 NO_STOPS = ("threads", "timeline")
+SETTINGS = {field.name for field in fields(OffloadConfig)}
 CALLBACKS = ("files/io_engine.py",)
 """Runs the callbacks of requests."""
 
@@ -238,6 +248,58 @@ def several_steps(engine: OffloadEngine, optimizer: OffloadAdamW, trace: Trace) 
     engine.wait_for_updates()
 
 
+class Visits:
+    """Records the visits of files by `from_pretrained`, and those of files that read settings."""
+
+    def __init__(self) -> None:
+        self.of_checkpoint: list[str] = []
+        self.of_settings: list[str] = []
+        self._called: set[CodeType] = set()
+
+    def on_call(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if event != "call" or not file_of(frame) or frame.f_code in self._called:
+            return
+        (file, _, _), *callers = chain_of(frame)
+        self._called.add(frame.f_code)
+        is_inside = all(room_of(caller) == "huggingface" for caller, _, _ in callers)
+        if not callers or not is_inside or room_of(file) in NO_STOPS or is_attribute(frame):
+            return
+        visit(self.of_checkpoint, file)
+
+    def on_read(self, config: OffloadConfig, name: str) -> Any:
+        if name in SETTINGS:
+            file = file_of(sys._getframe(2))
+            if file and room_of(file) != "config":
+                visit(self.of_settings, file)
+        return object.__getattribute__(config, name)
+
+
+def visit(visits: list[str], file: str) -> None:
+    if visits[-1:] != [file]:
+        visits.append(file)
+
+
+def trace_loading() -> Visits:
+    """Trace `from_pretrained`, and the settings in one step after it."""
+    from hf_lohan.huggingface import engine_of, from_pretrained
+
+    visits = Visits()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model("llama").save_pretrained(folder)
+        OffloadConfig.__getattribute__ = lambda config, name: visits.on_read(config, name)
+        sys.setprofile(visits.on_call)
+        try:
+            model = from_pretrained(folder, {"cpu_memory": "16MiB", "gpu_memory": "4MiB", "ssd": f"{folder}/store"})
+        finally:
+            sys.setprofile(None)
+        engine = engine_of(model)
+        assert engine is not None
+        run_step(engine, OffloadAdamW(model.parameters(), engine=engine), 1.0)
+        engine.close()
+        del OffloadConfig.__getattribute__
+    return visits
+
+
 def main() -> int:
     gradient = trace_run(one_clipped_step)
     weight = trace_run(one_forward)
@@ -256,6 +318,11 @@ def main() -> int:
         is_good = is_good and len(files) <= MOST[name]
     print("A commit's further files:", *(set(gradient.commit) - set(gradient.gradient)))
     print(f"Climbs: {len(climbs)}", *(f"  {climb}" for climb in climbs), sep="\n")
+    visits = trace_loading()
+    for name, of_way in (("checkpoint", visits.of_checkpoint), ("setting", visits.of_settings)):
+        print(f"A {name}'s way: {len(of_way)} visits of {len({*of_way})} files, at most {MOST[name]} visits")
+        print(*(f"  {file}" for file in of_way), sep="\n")
+        is_good = is_good and len(of_way) <= MOST[name]
     return 0 if is_good else 1
 
 

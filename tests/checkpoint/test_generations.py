@@ -22,9 +22,9 @@ from resharded_stores import (
 )
 
 import hf_lohan
+from hf_lohan.annexes.resharding.reshard import reshard
 from hf_lohan.checkpoint import generations
 from hf_lohan.checkpoint.generations import stores_of
-from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.ranks import Links
 from hf_lohan.store.store_folders import remove_store
@@ -263,7 +263,7 @@ def test_a_run_that_another_one_has_overtaken_is_refused(run: Path) -> None:
     reshard([[str(store)]], 2, form_of=form_of)
     goes_on(store, 2, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_lohan.checkpoint.resharding.stores_of", lambda paths: found)
+        patch.setattr("hf_lohan.annexes.resharding.reshard.stores_of", lambda paths: found)
         asks(lambda: reshard([[str(store)]], 2, form_of=form_of))
     assert found_by(2, store) == ("own", 2, 4, 1)
 

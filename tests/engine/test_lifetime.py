@@ -22,7 +22,8 @@ from hf_lohan import Accelerator, LohanPlugin, Trainer
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.model_methods import engine_of, run_plan_of
+from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
@@ -210,16 +211,15 @@ FORKING_SCRIPT = """
 import os, sys
 import torch
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 from hf_lohan.testing.storage_doubles import SlowBackend
-from functools import partial
 import hf_lohan.engine.tiers
-from hf_lohan.files import IoEngine
+from hf_lohan.hardware.direct_io import DirectIo
 
-hf_lohan.engine.tiers.IoEngine = partial(IoEngine, backend=SlowBackend(1e-2))
+hf_lohan.engine.tiers.open_direct_io = lambda *_: DirectIo(SlowBackend(1e-2))
 folder = sys.argv[1]
 model = tiny_model("llama").train()
 config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_io_threads": 2, "ssd": folder})

@@ -18,7 +18,7 @@ from resharded_stores import form_of
 from trajectories import arguments, dataset
 
 import hf_lohan
-from hf_lohan.checkpoint.resharding import reshard
+from hf_lohan.annexes.resharding.reshard import reshard
 from hf_lohan.engine import ParameterAccess, parameter_access
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.testing.models import tiny_model

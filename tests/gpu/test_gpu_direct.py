@@ -13,12 +13,13 @@ import torch
 from trainer_runs import Outcome, assert_same_bits, train
 
 import hf_lohan.engine.tiers
+from hf_lohan.annexes.gpu_direct import trials
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
+from hf_lohan.annexes.gpu_direct.trials import CuFileIo, GpuDirectTrial, TrialRates, hasher_for, try_folder
 from hf_lohan.config import ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.files import StorageError
-from hf_lohan.files.cufile import CuFileBackend, CuFileLibrary
-from hf_lohan.hardware import gpu_direct
-from hf_lohan.hardware.gpu_direct import DirectIo, GpuDirectTrial, TrialRates, hasher_for, try_folder
+from hf_lohan.hardware.direct_io import DirectIo
 from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
 
@@ -52,10 +53,10 @@ def use(double: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replace libcufile and the trial by a double."""
 
     def with_library(library: FakeCuFile) -> FakeCuFile:
-        def opened(config: Any, device: Any) -> DirectIo | None:
+        def opened(config: Any, device: Any) -> DirectIo:
             if config.gpu_direct is not True:
-                return None
-            return DirectIo(CuFileBackend(CuFileLibrary(library), device.enter_thread), hasher_for(device))
+                return DirectIo()
+            return CuFileIo(hasher_for(device), CuFileBackend(CuFileLibrary(library), device.enter_thread))
 
         monkeypatch.setattr(hf_lohan.engine.tiers, "open_direct_io", opened)
         return library
@@ -145,14 +146,14 @@ def test_auto_takes_it_only_where_it_is_faster(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, direct: TrialRates, is_taken: bool
 ) -> None:
     trial = GpuDirectTrial(folder="/d", mechanism="p2pdma", direct=direct, through_host=_rates(2e9, 2e9))
-    monkeypatch.setattr(gpu_direct, "why_not", lambda *args, **kwargs: ("", (trial,)))
-    monkeypatch.setattr(gpu_direct, "open_direct_library", lambda: CuFileLibrary(Library()))
+    monkeypatch.setattr(trials, "why_not", lambda *args, **kwargs: ("", (trial,)))
+    monkeypatch.setattr(trials, "open_direct_library", lambda: CuFileLibrary(Library()))
     from engines import resolved
 
     device = device_for("cuda")
-    assert (gpu_direct.open_direct_io(resolved(tmp_path), device) is not None) == is_taken
-    assert gpu_direct.open_direct_io(resolved(tmp_path, gpu_direct=True), device) is not None
-    assert gpu_direct.open_direct_io(resolved(tmp_path, gpu_direct=False), device) is None
+    assert (trials.open_direct_io(resolved(tmp_path), device) is not None) == is_taken
+    assert trials.open_direct_io(resolved(tmp_path, gpu_direct=True), device) is not None
+    assert trials.open_direct_io(resolved(tmp_path, gpu_direct=False), device) is None
 
 
 def test_a_machine_that_cannot_is_refused_before_anything_is_written(tmp_path: Path, double: Any) -> None:

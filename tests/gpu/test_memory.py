@@ -54,8 +54,8 @@ REPLAY = """
 import sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_lohan.model import discover_blocks
-from hf_lohan.planner.address_plan import compare_addresses
-from hf_lohan.planning.tracing.step_trace import trace_step
+from hf_lohan.annexes.studies.allocators import compare_addresses
+from hf_lohan.annexes.studies.step_trace import trace_step
 
 sizes = dict(hidden_size=1024, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2, vocab_size=8192)
 with torch.device("meta"):

@@ -21,13 +21,13 @@ from transformers import TrainingArguments
 from hf_lohan import Accelerator, LohanPlugin
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface import equal_runs
-from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.equal_runs import (
     check_equal_arguments,
     check_equal_checkpoints,
     check_equal_configs,
     check_equal_packages,
 )
+from hf_lohan.huggingface.model_methods import engine_of
 from hf_lohan.huggingface.ranks import StepTimeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -1,39 +1,20 @@
-"""Planned addresses do not overlap, and the model of the caching allocator has its constants."""
+"""Planned addresses do not overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_lives import Life, lives
 
 from hf_lohan.planner.address_plan import (
     _ORDERS,
     ALIGN_BYTES,
-    CachingAllocator,
     aligned,
-    compare_addresses,
     live_bytes,
     plan_addresses,
-)
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Life:
-    num_bytes: int
-    born: int
-    died: int
-
-
-lives = st.builds(
-    lambda num_bytes, born, length: Life(num_bytes, born, born + length),
-    st.one_of(st.integers(1, 5000), st.integers(1, 40 * MIB)),
-    st.integers(0, 30),
-    st.integers(1, 12),
 )
 
 
@@ -47,9 +28,6 @@ def test_tensors_that_exist_together_do_not_overlap(tensors: list[Life]) -> None
         for other in range(number):
             if one.born < tensors[other].died and tensors[other].born < one.died:
                 assert plan.offsets[number] >= stops[other] or plan.offsets[other] >= stops[number]
-    compared = compare_addresses(tensors)
-    assert compared.planned_bytes == plan.num_bytes
-    assert min(compared.caching_bytes, compared.expandable_bytes) >= compared.live_bytes
 
 
 def placed_one_by_one(tensors: list[Life], order: Callable[[int, int, int], tuple[int, ...]]) -> tuple[list[int], int]:
@@ -97,33 +75,3 @@ def test_a_gap_is_filled_by_the_tensor_that_fits_best() -> None:
     assert plan_addresses(tensors).num_bytes == live_bytes(tensors) == 27 * kib
     assert live_bytes([]) == plan_addresses([]).num_bytes == 0
     assert live_bytes([Life(1, 0, 1), Life(1, 1, 2)]) == ALIGN_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "fixed_bytes", "expandable_bytes"),
-    [
-        (1, 2 * MIB, 2 * MIB),
-        (MIB, 2 * MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB, 20 * MIB),
-        (10 * MIB, 10 * MIB, 20 * MIB),
-        (21 * MIB, 22 * MIB, 40 * MIB),
-    ],
-)
-def test_segments_have_the_sizes_of_pytorch(num_bytes: int, fixed_bytes: int, expandable_bytes: int) -> None:
-    for is_expandable, expected in ((False, fixed_bytes), (True, expandable_bytes)):
-        allocator = CachingAllocator(is_expandable=is_expandable)
-        block = allocator.allocate(num_bytes)
-        assert allocator.reserved_bytes == expected
-        allocator.free(block)
-        allocator.allocate(num_bytes)
-        assert allocator.reserved_bytes == expected
-
-
-def test_blocks_that_are_free_together_are_merged_but_segments_are_not() -> None:
-    fixed, expandable = CachingAllocator(), CachingAllocator(is_expandable=True)
-    for allocator, expected in ((fixed, 60 * MIB + 120 * MIB), (expandable, 120 * MIB)):
-        blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
-        for index in (1, 0, 2):
-            allocator.free(blocks[index])
-        allocator.allocate(120 * MIB)
-        assert allocator.reserved_bytes == expected

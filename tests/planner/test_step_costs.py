@@ -10,6 +10,7 @@ from decoder_shapes import machine, paper_setup, tiny_model, tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.planner import (
     HardwareProfile,
     ModelProfile,
@@ -18,7 +19,6 @@ from hf_lohan.planner import (
     StepPrediction,
     TrainingSetup,
     plan_offload,
-    simulate_step,
 )
 from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, lending_layers
 from hf_lohan.planner.offload_plan import MOST_LOST_S

@@ -9,8 +9,9 @@ import pytest
 import torch
 from engines import resolved
 
+from hf_lohan.annexes.studies import Studies
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
-from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, step_plan
+from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import plan_again
 from hf_lohan.ranks import Ranks
@@ -132,7 +133,7 @@ def test_a_run_keeps_its_plan_if_its_step_cannot_be_simulated(
         raise ZeroDivisionError("no rate")
 
     simulated = planned_on(machine(FAST), tmp_path)
-    monkeypatch.setattr(step_plan, "choose_solver", fails)
+    monkeypatch.setattr(Studies, "choose_solver", fails)
     planned = planned_on(machine(FAST), tmp_path)
     assert planned.plan == replace(simulated.plan, solvers=())
     assert plan_again(planned, machine(FAST / 2), 0.0).plan.fits

@@ -20,8 +20,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import hf_lohan
-from hf_lohan.checkpoint import resharding
-from hf_lohan.checkpoint.resharding import balanced_owners, reshard
+from hf_lohan.annexes.resharding import reshard as resharding
+from hf_lohan.annexes.resharding.reshard import balanced_owners, reshard
 from hf_lohan.cli import app
 from hf_lohan.config import OffloadConfig
 from hf_lohan.experts import RoutedRows

@@ -16,8 +16,9 @@ import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.files import FileBackend, IoEngine
-from hf_lohan.huggingface.attachment import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.files import FileBackend
+from hf_lohan.hardware.direct_io import DirectIo
+from hf_lohan.huggingface.layers import compute_expert, enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
@@ -104,7 +105,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         **settings: Any,
     ) -> OffloadEngine:
         if backend is not None:
-            monkeypatch.setattr(hf_lohan.engine.tiers, "IoEngine", partial(IoEngine, backend=backend))
+            monkeypatch.setattr(hf_lohan.engine.tiers, "open_direct_io", lambda *_: DirectIo(backend))
         config = make_config(**settings)
         device = device or CpuDevice()
         layout = lay_out(

@@ -16,11 +16,13 @@ from click.testing import Result
 from transformers import AutoConfig, OPTConfig
 from typer.testing import CliRunner
 
+from hf_lohan.annexes.studies import Studies
+from hf_lohan.annexes.studies.solvers import choose_solver
 from hf_lohan.cli import app, plan_changes, plan_report
 from hf_lohan.cli.plan_request import plan_run
 from hf_lohan.hardware import MeasuringEffort
-from hf_lohan.planner import OffloadPlan, choose_solver
-from hf_lohan.planning import LongestRow, step_plan
+from hf_lohan.planner import OffloadPlan
+from hf_lohan.planning import LongestRow
 from hf_lohan.testing.models import tiny_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -62,11 +64,11 @@ def estimate(model: str, *options: object) -> Result:
 def one_plan_alone() -> Iterator[None]:
     """Let `lohan plan` plan neither changes nor other rows, and try no other solvers, within this context."""
 
-    def one_solver(*step: Any, compares: bool = False) -> OffloadPlan:
+    def one_solver(_studies: Studies, *step: Any, compares: bool = False) -> OffloadPlan:
         return choose_solver(*step)
 
     with (
-        mock.patch.object(step_plan, "choose_solver", one_solver),
+        mock.patch.object(Studies, "choose_solver", one_solver),
         mock.patch.object(plan_changes, "nearest_changes", return_value=[]),
         mock.patch.object(plan_report, "nearest_changes", return_value=[]),
         mock.patch.object(plan_changes, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from short_runs import train_until
 
+from hf_lohan.annexes.resharding.reshard import reshard
+from hf_lohan.annexes.resharding.reshard_together import reshard_together
 from hf_lohan.checkpoint.generations import RunStores, find_stores
-from hf_lohan.checkpoint.reshard_together import reshard_together
-from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.models.export import described_model
+from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.ranks import Links
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.commits import ImmediateAgreement
@@ -31,10 +31,7 @@ Sees = Callable[[int], Sequence[Path]]
 """Returns the directories that a rank sees. The first one is its own."""
 
 
-def form_of(store: Store) -> Any:
-    return described_model(store)[1]
-
-
+form_of = form_of_records
 train = partial(train_until, save_steps=2)
 
 

@@ -123,6 +123,11 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     return model, form
 
 
+def form_of_records(store: Store) -> StoredForm:
+    """Return the form of a store's records. Raises as `described_model` does."""
+    return described_model(store)[1]
+
+
 def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
     """Return the dtypes, by name, of weights that are not written in their stored dtype."""
     working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import os
 import shutil
@@ -18,22 +16,17 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
-from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread, tensors_replaced
+from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread
 from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
-from hf_lohan.huggingface.models.hub import Checkpoint, adapter_folder
-from hf_lohan.huggingface.models.loading import (
-    as_tied,
-    make_placeholders,
-    refuse_placement,
-    skeleton_of,
-    take_torch_dtype,
-    warn_of_unused,
-)
-from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors, quantized_checkpoint
+from hf_lohan.huggingface.models.hub import adapter_folder
+from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors
+from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
 from hf_lohan.huggingface.models.saving import dtype_of_config, on_meta, save_weights
-from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.models.weight_sink import make_placeholders
 from hf_lohan.huggingface.progress import advance
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import Links
 
 _PIECE_BYTES = 32 << 20
@@ -82,12 +75,17 @@ def merge(
         )
     check_new_folder(output)
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
-    checkpoint = Checkpoint.open(base, kwargs)
-    model, weights = _unread_model(checkpoint, model_class, dtype, target.parent, kwargs)
+    settings = resolved_here(OffloadConfig(), CpuDevice(), target.parent)
+    recipe = ModelRecipe(
+        base, kwargs, settings, Links.alone(), dtype=torch.float32, model_class=model_class, stays_packed=False
+    )
+    recipe.build()
+    check_safetensors(recipe.checkpoint.folder)
+    model, weights = _unread_model(recipe, dtype)
     # A weight that is read may be a view of the file, and PEFT writes saved modules into it. So it gets a clone.
     readable = ReadableBase(lambda parameter: weights[parameter]().clone())
     readable.hide(weights)
-    adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), checkpoint.name)
+    adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), recipe.checkpoint.name)
     merged: list[tuple[Any, PendingMerges]] = []
     merge_through_store(adapted, lambda *result: merged.append(result), weights.keys())
     adapted.merge_and_unload()
@@ -99,36 +97,15 @@ def merge(
     )
     with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
         save(unfinished / target.name)
-        _copy_tokenizer(folder, checkpoint.folder, unfinished / target.name)
+        _copy_tokenizer(folder, recipe.checkpoint.folder, unfinished / target.name)
 
 
-def _unread_model(
-    checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype | str, near: Path, kwargs: dict[str, Any]
-) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
-    """Return a checkpoint's model of placeholders, and the weights that they stand for. Weights of the Hub are fetched
-    if the drives of cache and ``near`` have room."""
-    model_config = checkpoint.take_config(kwargs)
-    model_class = model_class or model_class_of(model_config, checkpoint.code)
-    place = OffloadConfig.load({"ssd": str(near)})
-    checkpoint.fetch_weights(None, place, Links.alone())
-    check_safetensors(checkpoint.folder)
-    quantized = quantized_checkpoint(checkpoint.folder, model_config)
-    decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if quantized is not None:
-        model_config = quantized.model_config
-        with torch.device("meta"):
-            own_config = copy.deepcopy(model_config)  # building a model changes its dtype
-            skeleton = skeleton_of(model_class, own_config, torch.float32, checkpoint.code)
-        decoded = tensors_replaced(quantized.of_model(skeleton).replace_encoded)
-    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, torch.float32, place)
+def _unread_model(recipe: ModelRecipe, dtype: torch.dtype | str) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
+    """Return a model of placeholders, and the weights that they stand for."""
     unread: dict[str, UnreadWeight] = {}
-    with loaded_unread(unread) as unused, decoded, tensors_replaced(checkpoint.as_tied):
-        arguments = checkpoint.loading_arguments(model_class, kwargs)
-        model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **arguments)
-    checkpoint.name_model(model)
-    if quantized is not None:
-        quantized.check_loaded(model, unused)
-    warn_of_unused(checkpoint, model, unused)
+    with loaded_unread(unread) as unused:
+        model = recipe.load(dtype)
+    recipe.check_loaded(model, unused)
     weights: dict[nn.Parameter, UnreadWeight] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in unread:

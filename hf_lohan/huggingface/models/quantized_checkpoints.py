@@ -7,7 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,9 @@ from hf_lohan.quantize.encoded_weights import (
     decode_int4,
     decode_int8,
     decode_numbers,
-    decode_scales,
-    whole_pieces,
 )
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_CHECKED_AT_ONCE_NUMEL = 1 << 22
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _OF_ACTIVATIONS = re.compile(r"(.+)([._])(activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -40,76 +37,11 @@ Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
 """By name, a weight and the names of the tensors that encode it."""
 
 
-@dataclass(frozen=True)
-class QuantizedCheckpoint:
-    """How the weights of a checkpoint are decoded."""
-
-    path: Path
-    model_config: Any
-    """The config of the dequantized model, without `quantization_config`."""
-    method: str
-    find: Callable[[Tensors], Encoded]
-    """Finds the weights that tensors encode. Nothing is read."""
-
-    def of_model(self, model: nn.Module) -> QuantizedCheckpoint:
-        """This checkpoint for a model, real or on meta. bitsandbytes packs the matrices of `Conv1D` transposed, and the
-        files do not say which they are."""
-        if self.method != "int8":
-            return self
-        names = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
-        return replace(self, find=partial(_find_int8, names)) if names else self
-
-    def opened(self) -> contextlib.AbstractContextManager[Tensors]:
-        """The tensors of the checkpoint's files, which are not read."""
-        return opened_tensors(self.path)
-
-    def replace_encoded(self, tensors: Tensors) -> dict[str, UnreadTensor]:
-        """The checkpoint's tensors, with decoded weights in place of codes and scales. Nothing is read."""
-        encoded = self.find(tensors)
-        used = {name for _, names in encoded.values() for name in names}
-        plain = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in used and not _is_of_activations(name, encoded)
-        }
-        return plain | {name: weight for name, (weight, _) in encoded.items()}
-
-    def check(self) -> None:
-        """Raises ValueError if a weight's scales are missing, cut short or not finite. Reads scales alone."""
-        with self.opened() as tensors:
-            for name, (weight, names) in self.find(tensors).items():
-                for index in whole_pieces(weight.scales, _CHECKED_AT_ONCE_NUMEL):
-                    if not decode_scales(weight.scales[index]).isfinite().all():
-                        scales = names[1]
-                        raise ValueError(
-                            f"{scales} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
-                            "decoded; download the checkpoint again"
-                        )
-
-    def check_loaded(self, model: Any, unused: Collection[str]) -> None:
-        """Raises ValueError if the base of a loaded ``model`` lacks weights, and tensors of the checkpoint are
-        ``unused``: the checkpoint's names are then those of another class, as quantized experts may be."""
-        base = f"{getattr(model, 'base_model_prefix', '')}."
-        missing = [name for name, p in model.named_parameters() if p.device.type != "meta" and name.startswith(base)]
-        if missing and unused:
-            raise ValueError(
-                f"{str(self.path)!r} is quantized and has no {missing[0]} of {type(model).__name__}, but has "
-                f"{min(unused)}, which the model does not know; use the model's original in bfloat16"
-            )
-
-
-def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckpoint | None:
-    """How the checkpoint in a folder is dequantized; None if it is not quantized. Raises ValueError for a format that
-    cannot be dequantized, and for scales that are missing, cut short or not finite, before a weight is read."""
-    settings = quantization_of(model_config)
-    if settings is None:
-        return None
+def finder(path: str | Path, settings: Mapping[str, Any]) -> Callable[..., Encoded]:
+    """Return the function that finds the weights that tensors encode, by a `quantization_config`. Nothing is read. For
+    int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
     refuse_other_methods(path, settings)
-    method = method_of(settings)
-    find = _FINDERS[method]
-    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), method, partial(find, settings))
-    checkpoint.check()
-    return checkpoint
+    return partial(_FINDERS[method_of(settings)], settings)
 
 
 def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
@@ -235,7 +167,7 @@ def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
     return shape
 
 
-def _is_of_activations(name: str, encoded: Collection[str]) -> bool:
+def is_of_activations(name: str, encoded: Collection[str]) -> bool:
     """Whether a tensor has the scales of the inputs or outputs of an encoded weight, which decoding does not need.
     Parameters of a model may have such a name, too."""
     match = _OF_ACTIVATIONS.fullmatch(name)
@@ -425,9 +357,15 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # int8 of bitsandbytes: codes that are 127ths of their row's scale.
 
 
-def _find_int8(transposed: Collection[str], tensors: Tensors) -> Encoded:
-    """``transposed``: names of weights that the model has transposed. The checkpoint's names may have another
-    beginning, as those of a causal LM have for its base model."""
+def transposed_weights(model: nn.Module) -> Collection[str]:
+    """The names of weights that a model, real or on meta, has transposed. bitsandbytes packs the matrices of `Conv1D`
+    so, and the files do not say which they are."""
+    return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
+
+
+def _find_int8(_settings: Mapping[str, Any], tensors: Tensors, transposed: Collection[str] = ()) -> Encoded:
+    """The checkpoint's names may have another beginning than those of ``transposed``, as those of a causal LM have for
+    its base model."""
     encoded: Encoded = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -472,10 +410,10 @@ class _AsColumn:
         return self.scales[index].reshape(-1, 1)
 
 
-_FINDERS: Mapping[str, Callable[[Mapping[str, Any], Tensors], Encoded]] = {
+_FINDERS: Mapping[str, Callable[..., Encoded]] = {
     "fp8": _find_fp8,
     "mxfp8": _find_fp8,
     "mxfp4": _find_mxfp4,
     "compressed-tensors": _find_compressed,
-    "int8": lambda _settings, tensors: _find_int8((), tensors),
+    "int8": _find_int8,
 }

@@ -44,6 +44,10 @@ _REFUSED = {
 """Arguments of `save_pretrained` that are not supported, and what to do instead."""
 
 
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtypes, by name, of weights that are not saved in their working dtype. ``loaded``: the dtypes in which
     the weights were loaded, by name. Raises ValueError if checkpoints would round trained float32 weights."""

@@ -14,7 +14,6 @@ import torch
 
 from hf_lohan.compat.transformers_conversions import sources_of_weights
 from hf_lohan.compat.transformers_private import build_from_config, groups_experts
-from hf_lohan.huggingface.models.adapters import adapted_skeleton
 from hf_lohan.huggingface.models.quantized_checkpoints import opened_tensors
 
 logger = logging.getLogger(__name__)
@@ -25,27 +24,17 @@ _NO_CODE: Mapping[str, Any] = MappingProxyType({})
 
 
 def weightless_model(
-    config: Any,
-    dtype: torch.dtype | str = "auto",
-    lora_rank: int | None = None,
-    model_class: Any = None,
-    code: Mapping[str, Any] = _NO_CODE,
+    config: Any, dtype: torch.dtype | str = "auto", model_class: Any = None, code: Mapping[str, Any] = _NO_CODE
 ) -> Any:
-    """Build the model of a config on meta, with grouped experts as in training. With a `lora_rank` the model is
-    frozen, and has LoRA of that rank on all linear layers. The default of ``model_class`` is `model_class_of`.
-    ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a model that cannot be built or trained."""
+    """Build the model of a config on meta, with grouped experts as in training. The default of ``model_class`` is
+    `model_class_of`. ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a model that cannot be
+    built or trained."""
     model_class = model_class or model_class_of(config, code)
     with torch.device("meta"):
         model = build_from_config(model_class, config, planning_dtype(config, dtype), code)
     if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # other implementations need the values of the routing
-    if lora_rank is None:
-        return model
-    from peft import LoraConfig, TaskType
-
-    with torch.device("meta"):
-        lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
-        return adapted_skeleton(model, lora)[0]
+    return model
 
 
 def config_as_tied(

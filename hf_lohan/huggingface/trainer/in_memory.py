@@ -19,8 +19,8 @@ from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
 from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.loading import load_dtype
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
+from hf_lohan.huggingface.models.recipe import load_dtype
 from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit

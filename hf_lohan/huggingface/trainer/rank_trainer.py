@@ -15,11 +15,12 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.generations import RunStores
+from hf_lohan.checkpoint.generations import RunStores, resharding_for
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_checkpoint, point_of_attempt
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError
+from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.huggingface.models.saving import StoredModel, saving_to
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
@@ -28,7 +29,6 @@ from hf_lohan.huggingface.ranks import (
     links_to_other_ranks,
     log_once,
     num_restarts,
-    reshard_for_these_ranks,
     stores_here,
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
@@ -161,11 +161,14 @@ class RankTrainerMixin(_TrainerBase):
 
     def _reshard(self) -> None:
         """Copy the found stores to those of these ranks."""
+        found, num_ranks = times(self._found.num_ranks, "rank"), times(self._links.ranks.num_ranks, "rank")
+        reshard = resharding_for(f"continuing a run of {found} with {num_ranks}").reshard_for_these_ranks
         engine, default = self.offload_engine, Path(self.args.output_dir) / STORE_FOLDER
         assert self._offload_config is not None
         opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
         try:
-            reshard_for_these_ranks(self._found, self._offload_config.ssd_paths(default), self._links, opened)
+            given = self._offload_config.ssd_paths(default)
+            reshard(self._found, given, self._links, form_of_records, opened)
         except BaseException:
             if engine is not None:  # its store may have weights of both models
                 engine.commits.leave_to_journal()

@@ -32,11 +32,11 @@ from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import NOT_GIVEN
-from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
+from hf_lohan.huggingface.model_methods import engine_of
 from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
-from hf_lohan.huggingface.models.loading import from_pretrained
 from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.offloading import from_pretrained, offload_model
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planner import BudgetError
 from hf_lohan.planning.layout import resolved_here

@@ -25,6 +25,8 @@ from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
+from hf_lohan.huggingface.models import recipe
+from hf_lohan.huggingface.models.recipe import ModelRecipe
 from hf_lohan.huggingface.models.weightless_model import weightless_model
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass, cuts
@@ -130,14 +132,14 @@ def test_the_store_is_used_again_if_the_checkpoint_is_unchanged(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_of("llama")
-    streamed: list[Path] = []
-    stream = generation.stream_model
+    streamed: list[ModelRecipe] = []
+    stream = ModelRecipe.stream
 
-    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
-        streamed.append(path)
-        return stream(path, *args, **kwargs)
+    def noted(of_checkpoint: ModelRecipe, *args: Any, **kwargs: Any) -> Any:
+        streamed.append(of_checkpoint)
+        return stream(of_checkpoint, *args, **kwargs)
 
-    monkeypatch.setattr(generation, "stream_model", noted)
+    monkeypatch.setattr(ModelRecipe, "stream", noted)
     first = load(checkpoint)
     records = (tmp_path / "store").glob("*.bin")
     param_bytes = sum(block.param_bytes for block in engine_of(first).layout.blocks)
@@ -164,7 +166,7 @@ def test_an_interrupted_load_is_repeated(
     expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
     for _ in range(2):  # without a store, and with a store of changed files
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(recipe, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 load(checkpoint)
         model = load(checkpoint)

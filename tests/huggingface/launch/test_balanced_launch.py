@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from resharded_stores import STORE, form_of
 
-from hf_lohan.checkpoint import resharding
+from hf_lohan.annexes.resharding import reshard as resharding
 from hf_lohan.device import num_gpus
 from hf_lohan.testing.models import tiny_model
 

@@ -1,0 +1,56 @@
+"""Annexes: parts that the rest of the library, the core, does without.
+
+Each package here is one annex, and its docstring says what it adds and what it costs. An annex may import the core. The
+core imports no annex: one file of it asks for the annex by name (`find_annex`) and has a default that does nothing.
+`tests/test_house.py` checks both, and `tests/annexes/test_removed.py` removes each annex in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+__all__ = ["find_annex", "missing_for", "need_annex"]
+
+_SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "gpu_direct": {"gpu_direct": True},
+    "studies": {"switches.solver": "migration"},
+}
+"""By annex, the values of settings that need it."""
+
+
+def find_annex(name: str) -> Any:
+    """Return the package of an annex; None if this installation does not have it."""
+    package = f"{__name__}.{name}"
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        return None
+
+
+def need_annex(name: str, asked: str) -> Any:
+    """Return the package of an annex. Raises ValueError without it. ``asked``: the setting or option that needs it."""
+    annex = find_annex(name)
+    if annex is None:
+        raise ValueError(_missing(name, asked))
+    return annex
+
+
+def missing_for(settings: object) -> str | None:
+    """Return why the attributes of ``settings`` cannot be followed without an annex; None if they can."""
+    needed = (
+        _missing(annex, f"{name}: {str(value).lower()}")
+        for annex, values in _SETTINGS.items()
+        for name, value in values.items()
+        if attrgetter(name)(settings) == value and find_annex(annex) is None
+    )
+    return next(needed, None)
+
+
+def _missing(name: str, asked: str) -> str:
+    package = f"{__name__}.{name}"
+    return f"{asked} needs the package {package}, which is not installed; install hf-lohan again, or leave it out"

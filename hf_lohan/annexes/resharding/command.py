@@ -1,0 +1,58 @@
+"""`lohan reshard`: copies the last step of a run, shows a progress bar, and prints the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from hf_lohan.annexes.resharding.reshard import LoggedProgress, reshard
+from hf_lohan.cli.stores import print_line, progress_bar, ssd_paths_of
+from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.wording import times
+
+
+def reshard_stores(
+    stores: Sequence[str], num_ranks: int, *, removes_old: bool, balances: bool = False, num_nodes: int | None = None
+) -> None:
+    """Copy the last step of a run for another number of ranks, or with ``balances`` with other owners of experts, and
+    print the new folders. Raises as `reshard` does, and ValueError for ``num_nodes`` without ``balances``."""
+    if num_nodes is not None and not balances:
+        raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
+    console, logged = Console(stderr=True), LoggedProgress("copied")
+    with progress_bar(console) as progress:
+        task = progress.add_task("copying", total=None)
+
+        def on_copied(num_bytes: int, total_bytes: int) -> None:
+            progress.update(task, total=total_bytes, advance=num_bytes)
+            logged.advance(num_bytes, total_bytes)
+
+        resharded = reshard(
+            ssd_paths_of(stores),
+            num_ranks,
+            form_of=form_of_records,
+            removes_old=removes_old,
+            balances=balances,
+            num_nodes=num_nodes,
+            on_copied=on_copied,
+        )
+    print_line(console, logged.text())
+    step = resharded.global_step
+    what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
+    text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
+    if (balanced := resharded.balanced) is not None:
+        is_same = resharded.num_ranks_before == num_ranks
+        before = f"it had {balanced.most_before:.2f} times before"
+        print_line(
+            Console(),
+            f"by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
+            f"{balanced.most_after:.2f} times the mean of {times(num_ranks, 'rank')} on "
+            f"{times(balanced.num_nodes, 'node')}; "
+            + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
+        )
+    if not removes_old:
+        text += (
+            "; a run continues from there. The old stores stay: on each ssd path, you may delete "
+            f"{resharded.old_files} (--remove-old does this), or {resharded.new_files} to continue as before"
+        )
+    print_line(Console(), text)

@@ -1,0 +1,515 @@
+"""Copies the last step of a run to new stores for another number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lohan.annexes.resharding.copied_commits import (
+    chunks_of_all,
+    facts_of_all,
+    keep_chunks,
+    marked_as_copy,
+    refuse_deferred_steps,
+)
+from hf_lohan.checkpoint.generations import RunStores, newest_common_commits, refuse_steps, stores_of
+from hf_lohan.device import mapped_empty
+from hf_lohan.experts import RoutedRows
+from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
+from hf_lohan.files.directories import make_directory
+from hf_lohan.files.durable_file import remove_folder
+from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
+from hf_lohan.planner import balanced_experts, most_rows, owned_experts
+from hf_lohan.planning.run_plan import RUN_ID
+from hf_lohan.ranks import RanksDisagreeError
+from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
+from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.layout import granules_of
+from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory
+from hf_lohan.store.record_read import RecordRead
+from hf_lohan.store.store_folders import remove_store
+from hf_lohan.store.versions import Checksums, Home
+from hf_lohan.wording import format_bytes, gb_per_s, seconds, times
+
+logger = logging.getLogger(__name__)
+
+_IO_PIECE_BYTES = 4 << 20
+COPY_BYTES = 8 << 20
+_READS_AHEAD, _WRITES_BEHIND = 4, 4
+"""Pieces that are read and written at once. Each has a buffer of `COPY_BYTES`."""
+_IO_THREADS = 4
+_LOG_EVERY_S = 10.0
+_RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
+"""Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
+_EPOCH_RANDOM_STATE = "epoch_rng_state"
+
+
+@dataclass(frozen=True)
+class BalancedOwners:
+    """Owners of experts by the rows that each expert had."""
+
+    owners: Mapping[str, int]
+    """The rank of each expert, by the name of its block."""
+    num_nodes: int
+    num_rows: int
+    most_before: float
+    """The rows of the most loaded rank of each layer over the mean of all ranks, with the owners of before."""
+    most_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resharded:
+    """The result of `reshard`."""
+
+    commit_number: int
+    global_step: int | None
+    num_ranks_before: int
+    folders: tuple[str, ...]
+    """Folders of the new stores on their first ssd path."""
+    old_files: str
+    new_files: str
+    """Files that the user may delete on each ssd path: `old_files` are the old stores, `new_files` the new ones."""
+    balanced: BalancedOwners | None = None
+    """The owners of experts, if they were balanced."""
+
+
+def reshard(
+    paths_of_ranks: Sequence[Sequence[str]],
+    num_ranks: int,
+    *,
+    form_of: Callable[[Store], StoredForm],
+    removes_old: bool = False,
+    balances: bool = False,
+    num_nodes: int | None = None,
+    on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
+) -> Resharded:
+    """Copy the newest step that all ranks of a run have to stores of the next generation for ``num_ranks`` ranks.
+
+    ``paths_of_ranks`` are all ssd paths of the run's stores (`store_paths_of`). ``form_of`` returns the form of the
+    model that a store describes. ``removes_old`` removes the old stores at the end. ``balances`` gives experts to ranks
+    by the rows that the run has counted (`balanced_owners`, which describes ``num_nodes``). Then the number of ranks
+    may be the same. ``on_copied`` is called with the bytes of each copied piece and the bytes of all pieces. The old
+    stores continue until all new ones are committed. Raises ValueError if there is no step to copy, if the run has this
+    number of ranks already or if nothing can be balanced, and the errors of `Store`.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
+    if balances and num_ranks == 1:
+        raise ValueError("a single rank owns all experts, so there is nothing to balance; leave out --balance")
+    found, where = stores_of(paths_of_ranks), paths_of_ranks[0][0]
+    if found.found is None:
+        raise ValueError(f"{where} has neither a store nor stores of ranks; give the ssd paths of the run")
+    before, num_before = found.found, found.num_ranks
+    if num_before == num_ranks and not balances:
+        raise ValueError(
+            f"{', '.join(paths[0] for paths in before.folders())} already has a store of a run with "
+            f"{times(num_ranks, 'rank')}, which continues; give another number of ranks, or add --balance"
+        )
+    io, folders = io_engine(), _new_folders(found, num_ranks)
+    try:
+        with ExitStack() as stack:
+            old = [
+                stack.enter_context(Store.open([*map(StorePath, of_rank)], model=None, engine=io))
+                for of_rank in before.folders()
+            ]
+            commits, copied = _commits_to_copy(old)
+            refuse_deferred_steps([commit.journal for commit in commits], where)
+            form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
+            records = [store.records for store in old]
+            owners = owners_in(form, records)
+            check_records(records_by_rank(form, num_before, owners), records, [store.paths[0].path for store in old])
+            balanced = None
+            if balances:
+                facts = [commit.facts for commit in commits]
+                own = owners if num_before == num_ranks else None
+                balanced = balanced_owners(form, facts, num_ranks, num_nodes, own, where)
+                if balanced.owners == own:
+                    raise ValueError(
+                        f"the experts in {where} already belong to the ranks to which --balance would give them"
+                    )
+            shards = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
+            new: list[Store] = []
+            total_bytes = sum(record.num_bytes for shard in shards for record in shard)
+            try:
+                for new_folders, shard in zip(folders, shards, strict=True):
+                    paths = [*map(StorePath, new_folders)]
+                    new.append(stack.enter_context(new_store(paths, shard, old[0].model, old[0].num_homes, io)))
+                for store in new:
+                    for num_bytes in copy_records(old, store):
+                        on_copied(num_bytes, total_bytes)
+                _commit(old, new, commits, copied)
+            except BaseException:
+                for folder in (path.path for store in new for path in store.paths):
+                    with suppress(StorageError):  # the next reshard replaces what is left
+                        remove_folder(folder)
+                raise
+            resharded = Resharded(
+                commit_number=commits[0].number,
+                global_step=commits[0].facts.get("global_step"),
+                num_ranks_before=num_before,
+                folders=tuple(of_rank[0] for of_rank in folders),
+                old_files=files_of(shared_directory(before.folders()[0][0]), num_before, before.generation),
+                new_files=files_of(shared_directory(folders[0][0]), num_ranks, found.generation),
+                balanced=balanced,
+            )
+            for of_rank in before.folders() if removes_old else ():
+                remove_store(of_rank)
+        for folder in (folder for of_rank in before.folders() for folder in of_rank) if removes_old else ():
+            if shared_directory(folder) != folder:
+                remove_folder(folder)
+        return resharded
+    finally:
+        io.close()
+
+
+def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
+    """Return the folders of each new rank's store. If the old ranks have different paths, they are dealt out in turn,
+    and a run on other paths copies the stores to its own."""
+    lists = found.directories
+    return [
+        [rank_folder(path, rank, num_ranks, found.generation) for path in lists[rank % len(lists)]]
+        for rank in range(num_ranks)
+    ]
+
+
+def owners_in(form: StoredForm, records: Sequence[Sequence[RecordSpec]]) -> dict[str, int] | None:
+    """Return the rank of each expert by the records of each rank's store. None for the default owners, or if the stores
+    do not have each expert once."""
+    names = [{record.block for record in of_rank} for of_rank in records]
+    experts = [block.name for blocks in form.model_blocks.experts.values() for block in blocks]
+    return owners_by_name(names, experts) if len(records) > 1 else None
+
+
+def balanced_owners(
+    form: StoredForm,
+    facts: Sequence[Mapping[str, Any]],
+    num_ranks: int,
+    num_nodes: int | None,
+    owners: Mapping[str, int] | None,
+    where: str,
+) -> BalancedOwners:
+    """Give the experts of a model to ranks, so that these have about equally many of the rows that a run has counted.
+
+    ``facts`` are those of the commits of the run's ranks. ``num_nodes`` is the number of nodes of the ranks, by default
+    that of the run, or one if that does not divide the ranks. ``owners`` are the owners of
+    before, by default `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
+    """
+    layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
+    if not layers:
+        raise ValueError(
+            f"the model in {where} has no experts that belong to one rank each (it is dense, or ran with experts: "
+            "with_layer), so there is nothing to balance; leave out --balance"
+        )
+    routed = RoutedRows.of_all(facts)
+    counts = [routed.layers.get(name, ()) if routed is not None else () for name in layers]
+    are_whole = [len(of) for of in counts] == [len(blocks) for blocks in layers.values()]
+    num_rows = sum(map(sum, counts))
+    if routed is None or not are_whole or not num_rows:
+        raise ValueError(
+            f"the last step in {where} has no counted rows of experts, by which --balance divides them; train a step "
+            "with this version of hf_lohan first"
+        )
+    if num_nodes is None:
+        num_nodes = routed.num_nodes if num_ranks % routed.num_nodes == 0 else 1
+    if num_nodes < 1 or num_ranks % num_nodes:
+        raise ValueError(f"{num_ranks} ranks on {num_nodes} nodes; give each node equally many ranks")
+    divided = balanced_experts(counts, num_ranks, num_ranks // num_nodes)
+    new = {
+        blocks[expert].name: rank
+        for blocks, of_layer in zip(layers.values(), divided, strict=True)
+        for rank, experts in enumerate(of_layer)
+        for expert in experts
+    }
+    before: list[Sequence[Sequence[int]]] = [
+        [[e for e, block in enumerate(blocks) if owners[block.name] == rank] for rank in range(num_ranks)]
+        if owners is not None
+        else owned_experts(len(blocks), layer, num_ranks)
+        for layer, blocks in enumerate(layers.values())
+    ]
+    most_before, most_after = (
+        num_ranks * sum(most_rows(of, owned) for of, owned in zip(counts, way, strict=True)) / num_rows
+        for way in (before, divided)
+    )
+    return BalancedOwners(new, num_nodes, num_rows, most_before, most_after)
+
+
+def io_engine() -> IoEngine:
+    """Return an engine for copying stores."""
+    inflight_bytes = (_READS_AHEAD + _WRITES_BEHIND) * COPY_BYTES
+    return IoEngine(num_threads=_IO_THREADS, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=inflight_bytes)
+
+
+def _commits_to_copy(old: Sequence[Store]) -> tuple[list[Commit], list[tuple[str, int]]]:
+    """Return the newest common commits, at which the stores are read from now on, and for each store its id and the
+    number of its newest commit."""
+    try:
+        newest = newest_common_commits(old)
+    except RanksDisagreeError as error:
+        raise ValueError(str(error)) from None
+    copied = [(store.kept_commits[0].store_id, store.kept_commits[0].number) for store in old]
+    for store, commit in zip(old, newest, strict=True):
+        store.view_commit(commit)
+    return newest, copied
+
+
+def records_by_rank(
+    form: StoredForm, num_ranks: int, owners: Mapping[str, int] | None = None
+) -> list[tuple[RecordSpec, ...]]:
+    """Return the records of each of ``num_ranks`` ranks. ``owners``: the rank of each expert (`assign_shards`)."""
+    if num_ranks == 1:
+        return [form.records]
+    assign_shards(form.model_blocks, num_ranks, owners)
+    return [records_of_rank(form.model_blocks.blocks, rank) for rank in range(num_ranks)]
+
+
+def check_records(
+    expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
+) -> None:
+    """Raise ValueError unless this version would divide the model into the same records as the stores have."""
+    for of_version, of_store, folder in zip(expected, found, folders, strict=True):
+        if tuple(of_version) != tuple(of_store):
+            raise ValueError(
+                f"the records in {folder} differ from those that this version of hf_lohan makes for "
+                f"{times(len(folders), 'rank')}; use the version that made them, or resume from a checkpoint"
+            )
+
+
+def new_store(
+    paths: Sequence[StorePath], records: Sequence[RecordSpec], model: ModelIdentity, num_homes: int, io: IoEngine
+) -> Store:
+    """Create the store of one rank in the folders of a new generation. It may replace a copy that a killed reshard has
+    left. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there meanwhile."""
+    for path in paths:
+        make_directory(path.path)
+    refuse_steps([path.path for path in paths])
+    return Store.create(paths, records, model=model, engine=io, num_homes=num_homes)
+
+
+def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
+    """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
+
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError` (also if no store has an element).
+    """
+    copied: list[int] = []
+    with OverlappedCopies(copied.append) as copies:
+        for piece in pieces_of(new.records, [store.records for store in old]):
+            if piece.source is None:
+                raise StorageError(
+                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
+                    path=" or ".join(store.paths[0].path for store in old),
+                    advice="give the stores of all ranks of the run",
+                )
+            copies.add(old[piece.source], new, piece)
+            yield from copied
+            copied.clear()
+        copies.finish()
+    yield from copied
+
+
+def checksums_of(store: Store, piece: Piece, content: Tensor) -> Checksums:
+    """Return the checksums with which a piece was verified that was read from ``store``. The copy keeps them, so damage
+    after the read is found."""
+    record = store.layout.record(piece.block, piece.kind)
+    first, rest = divmod(piece.start - record.first, record.granule_numel)
+    assert rest == 0, "pieces are whole granules"
+    stop = first + granules_of(piece.stop - piece.start, record.granule_numel)
+    homes, checksums = store.versions.live(piece.block, piece.kind, first, stop)
+    if any(run.home is Home.NOWHERE for run in homes):  # what was never written has no checksums
+        return store.checksums(piece.block, piece.kind, content)
+    return checksums
+
+
+class OverlappedCopies:
+    """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, their checks and writes
+    overlap. Leaving its context waits for all I/O, also after an error."""
+
+    def __init__(
+        self,
+        on_copied: Callable[[int], object],
+        check: Callable[[Piece, Tensor, Checksums], object] = lambda piece, content, checksums: None,
+    ) -> None:
+        """``on_copied`` is called with the bytes of each piece that is written. ``check`` is called before the write,
+        and may raise."""
+        self._on_copied = on_copied
+        self._check = check
+        self._free = [mapped_empty(COPY_BYTES) for _ in range(_READS_AHEAD + _WRITES_BEHIND)]
+        self._reads: deque[_PieceRead] = deque()
+        self._writes: deque[tuple[IoRequest, Tensor, int]] = deque()
+
+    def __enter__(self) -> OverlappedCopies:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        waits = [*(read.request.wait_for_bytes for read in self._reads), *(write.wait for write, *_ in self._writes)]
+        for wait in waits:
+            with suppress(Exception):  # the first error is on its way
+                wait()
+
+    def add(self, old: Store, new: Store, piece: Piece) -> None:
+        """Start to copy a piece. Raises the errors of earlier pieces."""
+        if len(self._reads) == _READS_AHEAD:
+            self._write_oldest()
+        if not self._free:
+            self._finish_oldest()
+        memory = self._free.pop()
+        content = piece.in_memory(memory)
+        request = old.read(piece.block, piece.kind, piece.start, content)
+        self._reads.append(_PieceRead(request, old, new, piece, content, memory))
+
+    def finish(self) -> None:
+        """Wait until all pieces are written."""
+        while self._reads:
+            self._write_oldest()
+        while self._writes:
+            self._finish_oldest()
+
+    def _write_oldest(self) -> None:
+        """Wait for the oldest read, check it, and start its write."""
+        read = self._reads[0]
+        read.request.wait()
+        self._reads.popleft()
+        piece, content = read.piece, read.content
+        checksums = checksums_of(read.old, piece, content)
+        self._check(piece, content, checksums)
+        write = read.new.write(piece.block, piece.kind, piece.start, content, checksums=checksums)
+        self._writes.append((write, read.memory, content.nbytes))
+
+    def _finish_oldest(self) -> None:
+        write, memory, num_bytes = self._writes[0]
+        write.wait()
+        self._writes.popleft()
+        self._free.append(memory)
+        self._on_copied(num_bytes)
+
+
+class _PieceRead(NamedTuple):
+    request: RecordRead
+    old: Store
+    new: Store
+    piece: Piece
+    content: Tensor
+    memory: Tensor
+
+
+class LoggedProgress:
+    """Logs how far a copy is, with its rate and the time left, if it takes long."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``what`` begins each line, such as "copied"."""
+        self._what = what
+        self._clock = clock
+        self._first_s = self._logged_s = self._last_s = 0.0
+        """When the first piece, the last logged one and the last one were copied."""
+        self._first_bytes = 0
+        self.num_bytes = self._total_bytes = 0
+
+    def advance(self, num_bytes: int, total_bytes: int) -> None:
+        """Count bytes, and log a line if the last one is some seconds old. ``total_bytes``: bytes of the whole copy."""
+        self._last_s = self._clock()
+        if not self.num_bytes:
+            self._first_s = self._logged_s = self._last_s
+            self._first_bytes = num_bytes
+        self.num_bytes += num_bytes
+        self._total_bytes = total_bytes
+        if self._last_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = self._last_s
+            left_s = (total_bytes - self.num_bytes) / self._bytes_per_s
+            logger.warning("%s, %s left", self.text(), seconds(left_s))
+
+    def text(self) -> str:
+        """Return what is copied so far, and the rate."""
+        copied = f"{self._what} {format_bytes(self.num_bytes)} of {format_bytes(self._total_bytes)}"
+        return f"{copied} ({gb_per_s(self._bytes_per_s)})" if self._last_s > self._first_s else copied
+
+    @property
+    def _bytes_per_s(self) -> float:
+        """The rate from the first piece to the last. Before the first one, files are allocated."""
+        return (self.num_bytes - self._first_bytes) / (self._last_s - self._first_s)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a record that one shard has."""
+
+    block: str
+    kind: str
+    dtype: str
+    start: int
+    stop: int
+    source: int | None
+    """The index of the shard; None if no shard has the first element."""
+
+    def in_memory(self, memory: Tensor) -> Tensor:
+        """Return the beginning of ``memory``, a tensor of bytes, as this piece's elements."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return memory[: (self.stop - self.start) * dtype.itemsize].view(dtype)
+
+
+def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]]) -> Iterator[Piece]:
+    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``."""
+    by_name: dict[tuple[str, str], list[tuple[int, RecordSpec]]] = {}
+    for number, shard in enumerate(shards):
+        for part in shard:
+            by_name.setdefault((part.block, part.kind), []).append((number, part))
+    for record in records:
+        start, end = record.first, record.first + record.numel
+        numel_at_once = COPY_BYTES // record.granule_bytes * record.granule_numel
+        parts = by_name.get((record.block, record.kind), [])
+        while start < end:
+            source, shard_end = next(
+                (
+                    (number, part.first + part.numel)
+                    for number, part in parts
+                    if part.first <= start < part.first + part.numel
+                ),
+                (None, end),
+            )
+            stop = min(shard_end, end, start + numel_at_once)
+            yield Piece(record.block, record.kind, record.dtype, start, stop, source)
+            start = stop
+
+
+def _commit(
+    old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit], copied: Sequence[tuple[str, int]]
+) -> None:
+    all_facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
+    group_id = commits[0].group_id or uuid.uuid4().hex
+    chunks = chunks_of_all([store.paths[0].path for store in old], commits[0].facts.get(RUN_ID))
+    for rank, store in enumerate(new):
+        keep_chunks(chunks, store.paths[0].path)
+        source = old[rank if rank < len(old) else 0]
+        if len(new) > 1:
+            store.agree_on_commits(ImmediateAgreement(group_id))
+        store.count_commits_from(commits[0].number)
+        journal = journal_of_rank(journals, rank, len(new))
+        facts = marked_as_copy(commits[rank].facts if len(new) == len(old) else all_facts, copied)
+        store.take_tie_codes([shard.all_tie_codes() for shard in old])
+        half_up = any(commit.ties is None for commit in commits)
+        store.commit(facts, journal, source.log, model_files=source.model_files, rounds_half_up=half_up)
+
+
+def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
+    """Return the journal of one of ``num_ranks`` ranks. ``journals`` are those of all ranks of the old stores.
+
+    An additional rank gets a copy of rank 0's journal without its random state. transformers warns about this on
+    resume. All ranks draw an epoch's order from the same random state.
+    """
+    is_old_rank = rank < len(journals)
+    journal: dict[str, bytes] = {}
+    for name, content in journals[rank if is_old_rank else 0].items():
+        match = _RANDOM_STATE.fullmatch(name)
+        if match is None:
+            journal[name] = content
+        elif is_old_rank or match[1] == _EPOCH_RANDOM_STATE:
+            journal[f"{match[1]}.pth" if num_ranks == 1 else f"{match[1]}_{rank}.pth"] = content
+    return journal

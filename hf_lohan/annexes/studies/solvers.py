@@ -1,0 +1,203 @@
+"""Compares the plans of several solvers by their simulated steps.
+
+Algorithm 1 (`plan_search`) ranks activations by the sum of lanes, which does not know when a lane is busy. Its plan is
+also tried with what is swapped and spilled spread over the layers, and `migration` books each lane's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from hf_lohan.annexes.studies.migration import migrated_placements
+from hf_lohan.annexes.studies.placed_plan import with_placements
+from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.offload_plan import (
+    INPUT,
+    ActivationPlacements,
+    OffloadPlan,
+    Placement,
+    SolvedPlan,
+    SolverName,
+    TrainingSetup,
+)
+
+EQUALLY_SHORT = 1.01
+"""Of plans within this factor of the shortest step, the one that writes least is chosen."""
+CLEARLY_LESS = 0.97
+"""Algorithm 1's plan stays unless another plan takes less than this share of its time, or writes less than this share
+of its bytes. Simulated steps are up to 5% off the measured ones, so smaller gains may be none."""
+AUTO_TAKES_THE_SHORTEST = False
+"""Whether `solver: auto` takes another plan than Algorithm 1's. It does not, because the gain of simulated steps did
+not show in measured ones (`scripts/benchmarks/bench_migration.py --measure`)."""
+_WINDOWS = ((1, 2), (2, 3), (3, 4))
+"""Pairs of `fetch_ahead` and `layers_leaving`. Wider windows take more memory of the device."""
+_SWAPPED = (Placement.CPU, Placement.SSD)
+
+
+def choose_solver(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    setup: TrainingSetup,
+    plan: OffloadPlan,
+    *,
+    compares: bool = False,
+) -> OffloadPlan:
+    """Return Algorithm 1's ``plan``, or that of the solver in the setup, with the simulated steps of the solvers that
+    were tried. With `AUTO_TAKES_THE_SHORTEST`, `auto` is the shortest simulated step. ``compares``: try all solvers in
+    any case.
+
+    The others are tried only with `activations: auto`, for a plan that fits. With several ranks nothing is simulated,
+    and the plan stays.
+    """
+    solver = setup.solver
+    found = [(plan, _simulated_s(model, hardware, setup, plan))]
+    is_asked = compares or solver == "migration" or (solver == "auto" and AUTO_TAKES_THE_SHORTEST)
+    may_try = is_asked and plan.fits and setup.activations == "auto" and found[0][1] is not None
+    if may_try:
+        for name, placements in _other_placements(model, hardware, setup, plan):
+            best = _best_windows(model, hardware, setup, replace(plan, solver=name), placements)
+            if best is not None:
+                found.append(best)
+    chosen = plan
+    if solver == "migration":
+        migrated = [one for one in found if one[0].solver == "migration"]
+        chosen = min(migrated or found[:1], key=_simulated)[0]
+    elif may_try and solver == "auto" and AUTO_TAKES_THE_SHORTEST:
+        chosen = shortest(found)
+    of_solver: dict[SolverName, tuple[OffloadPlan, float | None]] = {}
+    for one in sorted(found, key=_simulated):
+        of_solver.setdefault(one[0].solver, one)
+    of_solver[chosen.solver] = next(one for one in found if one[0] is chosen)
+    solvers = tuple(
+        SolvedPlan(name, own.prediction.step_s, step_s, own.prediction.ssd_write_bytes_per_step)
+        for name, (own, step_s) in sorted(of_solver.items())
+    )
+    return replace(chosen, solvers=solvers)
+
+
+def shortest(found: Sequence[tuple[OffloadPlan, float | None]]) -> OffloadPlan:
+    """Return the plan that writes least among those whose simulated steps are about as short as the shortest. The
+    first plan stays unless another is clearly shorter, or writes clearly less."""
+    usual, usual_s = found[0][0], _simulated(found[0])
+    fast_s = EQUALLY_SHORT * min(map(_simulated, found))
+    fast = [one for one in found if _simulated(one) <= fast_s]
+    best, best_s = min(fast, key=lambda one: (one[0].prediction.ssd_write_bytes_per_step, _simulated(one)))
+    less_bytes = CLEARLY_LESS * usual.prediction.ssd_write_bytes_per_step
+    is_clear = _simulated((best, best_s)) < CLEARLY_LESS * usual_s
+    return best if is_clear or best.prediction.ssd_write_bytes_per_step < less_bytes else usual
+
+
+def _simulated(one: tuple[OffloadPlan, float | None]) -> float:
+    return float("inf") if one[1] is None else one[1]
+
+
+def _simulated_s(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan
+) -> float | None:
+    step = simulate_step(model, hardware, setup, plan)
+    return None if step is None else step.step_s
+
+
+def _best_windows(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    setup: TrainingSetup,
+    plan: OffloadPlan,
+    placements: ActivationPlacements,
+) -> tuple[OffloadPlan, float | None] | None:
+    """Return the placements with the windows of the shortest simulated step, and this step. Wider windows are taken
+    only for a clearly shorter step. None if the placements do not fit."""
+    best: tuple[OffloadPlan, float | None] | None = None
+    for fetch_ahead, layers_leaving in _WINDOWS:
+        placed = with_placements(
+            model, hardware, setup, plan, placements, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving
+        )
+        if placed is None:
+            break
+        one = placed, _simulated_s(model, hardware, setup, placed)
+        if best is None or EQUALLY_SHORT * _simulated(one) < _simulated(best):
+            best = one
+    return best
+
+
+def _other_placements(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan
+) -> Iterator[tuple[SolverName, ActivationPlacements]]:
+    """Yield placements that differ. Those of the plan are among them, for wider windows."""
+    seen: list[ActivationPlacements] = []
+    makers: list[tuple[SolverName, Callable[[], list[ActivationPlacements]]]] = [
+        ("algorithm_1_spread", lambda: [plan.activations, *spread_placements(model, plan.activations)]),
+        ("migration", lambda: migrated_placements(model, hardware, setup, plan)),
+    ]
+    for name, make in makers:
+        for placements in make():
+            if placements not in seen:
+                seen.append(placements)
+                yield name, placements
+
+
+def spread_placements(model: ModelProfile, activations: ActivationPlacements) -> list[ActivationPlacements]:
+    """Return the placements with what spills spread evenly over the layers, and also with what is swapped spread. The
+    bytes on each tier are about the same, and never more in RAM."""
+    spread_swaps = _with_swaps_spread(model, activations)
+    return [_with_spills_spread(model, activations), _with_spills_spread(model, spread_swaps)]
+
+
+def _with_spills_spread(model: ModelProfile, activations: ActivationPlacements) -> ActivationPlacements:
+    found = {name: dict(places) for name, places in activations.items()}
+    sizes = [
+        (layer.name, operation, num_bytes)
+        for layer in model.layers
+        for operation, num_bytes in _sizes(layer)
+        if activations[layer.name][operation] in _SWAPPED
+    ]
+    spilled_bytes = _spilled_bytes(model, activations)
+    all_bytes = sum(size for _, _, size in sizes)
+    in_ram, passed = 0, 0
+    for name, operation, size in sizes:
+        passed += size
+        # So much may be in RAM of what has passed, and the whole is a share of all.
+        fits = in_ram + size <= (all_bytes - spilled_bytes) * passed / all_bytes if all_bytes else True
+        found[name][operation] = Placement.CPU if fits else Placement.SSD
+        in_ram += size if fits else 0
+    return found
+
+
+def _with_swaps_spread(model: ModelProfile, activations: ActivationPlacements) -> ActivationPlacements:
+    """Swap as many outputs of each kind, but in layers that are evenly spread among those that do not keep it."""
+    found = {name: dict(places) for name, places in activations.items()}
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for layer in model.layers:
+        for operation in layer.operations:
+            if activations[layer.name][operation.name] is not Placement.GPU:
+                kinds.setdefault((operation.name, operation.output_bytes), []).append(layer.name)
+    for (operation_name, _), layers in kinds.items():
+        num_swapped = sum(activations[name][operation_name] in _SWAPPED for name in layers)
+        chosen = {int((number + 0.5) * len(layers) / num_swapped) for number in range(num_swapped)}
+        for index, name in enumerate(layers):
+            place = Placement.CPU if index in chosen else Placement.RECOMPUTE
+            found[name][operation_name] = place
+    # The spilled bytes stay, and `_with_spills_spread` decides which these are.
+    spilled_bytes = _spilled_bytes(model, activations)
+    for layer in model.layers:
+        for own, size in _sizes(layer):
+            if found[layer.name][own] in _SWAPPED:
+                found[layer.name][own] = Placement.SSD if spilled_bytes > 0 else Placement.CPU
+                spilled_bytes -= size
+    return found
+
+
+def _spilled_bytes(model: ModelProfile, activations: ActivationPlacements) -> int:
+    return sum(
+        size
+        for layer in model.layers
+        for operation, size in _sizes(layer)
+        if activations[layer.name][operation] is Placement.SSD
+    )
+
+
+def _sizes(layer: BlockProfile) -> list[tuple[str, int]]:
+    return [(INPUT, layer.input_bytes), *((operation.name, operation.output_bytes) for operation in layer.operations)]

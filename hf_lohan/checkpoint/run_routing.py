@@ -1,0 +1,33 @@
+"""The routing of experts that a run has counted, and the owners of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from hf_lohan.checkpoint.generations import stores_of
+from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.experts import RoutedRows
+from hf_lohan.store import kept_commits
+from hf_lohan.store.manifest import read_manifest
+
+
+@dataclass(frozen=True)
+class RunRouting:
+    """What the stores of a run say of its experts."""
+
+    rows: RoutedRows | None
+    """The rows that each expert had; None if none are counted."""
+    blocks_by_rank: Sequence[Set[str]]
+    """The names of the blocks that the store of each rank has."""
+
+
+def routing_of(run: str) -> RunRouting:
+    """Return the routing of a run, by its output folder or its ssd path. This takes no lock, so the run may continue
+    meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
+    found = stores_of(store_paths_of(run)).found
+    stores = [] if found is None else found.folders()
+    kept = [kept_commits(directories)[:1] for directories in stores]
+    rows = RoutedRows.of_all([commits[0].facts if commits else {} for commits in kept])
+    manifests = [read_manifest(directories[0]) for directories in stores]
+    return RunRouting(rows, [{part.block for part in found.layout.records} if found else set() for found in manifests])

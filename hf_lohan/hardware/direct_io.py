@@ -1,0 +1,52 @@
+"""How a run's files are read and written: through host memory, or by the annex `gpu_direct` past it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hf_lohan.annexes import find_annex
+from hf_lohan.config import ResolvedConfig
+from hf_lohan.device import Device, DeviceHasher
+from hf_lohan.files import FileBackend
+
+
+@dataclass(frozen=True)
+class DirectIo:
+    """Moves no device memory. The annex's class does."""
+
+    backend: FileBackend = field(default_factory=FileBackend)
+    hasher: DeviceHasher | None = None
+    """None if the files are read and written in host memory alone."""
+
+    def register(self, memory: Sequence[Tensor]) -> None:
+        """Pin memory to which many reads go, such as slots."""
+
+    def close(self) -> None:
+        """All files are closed."""
+
+
+def open_direct_io(config: ResolvedConfig, device: Device) -> DirectIo:
+    """Open what the resolved settings ask for. Raises ConfigError if `gpu_direct` is true and the machine cannot."""
+    annex = find_annex("gpu_direct")
+    opened: DirectIo | None = annex.open_direct_io(config, device) if annex is not None else None
+    return opened or DirectIo()
+
+
+def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
+    """Return whether a run moves device memory to and from its files, as `open_direct_io` decides. A trial may be made
+    for it."""
+    annex = find_annex("gpu_direct")
+    return annex is not None and bool(annex.uses_direct_io(config, device))
+
+
+def why_no_direct_io(device: Device, folders: Sequence[str]) -> tuple[str, str]:
+    """Return why device memory cannot go straight to the drives ("" if it can), and the rates of the trial in each of
+    these folders."""
+    annex = find_annex("gpu_direct")
+    if annex is None:
+        return "the annex gpu_direct is not installed", ""
+    problem, trials = annex.why_not(device, folders)
+    return problem, "; ".join(f"{trial.folder}: {trial}" for trial in trials if not problem)

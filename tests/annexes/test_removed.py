@@ -1,0 +1,88 @@
+"""Without an annex the core imports and trains, and what needs the annex is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_lohan.annexes
+
+ANNEXES = sorted(path.parent.name for path in Path(hf_lohan.annexes.__file__).parent.glob("*/__init__.py"))
+CODE = """
+import json, sys
+from functools import partial
+from pathlib import Path
+
+class Removed:
+    names = set(sys.argv[2:])
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("hf_lohan.annexes.") and name.split(".")[2] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+removed = Removed()
+sys.meta_path.insert(0, removed)
+
+import hf_lohan.cli, hf_lohan.huggingface, hf_lohan.testing.models  # without any annex
+from hf_lohan.checkpoint.generations import resharding_for
+from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+def train(folder):
+    config = OffloadConfig.load({"cpu_memory": "16MiB", "gpu_memory": "1MiB", "ssd": f"{folder}/store"})
+    model = tiny_model("llama", num_layers=1)
+    before = model.lm_head.weight.detach().clone()
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
+    model(**tiny_batch()).loss.backward()
+    OffloadAdamW(model.parameters(), engine=engine).step()
+    with hf_lohan.gathered_parameters(model.lm_head.weight):
+        has_changed = not model.lm_head.weight.equal(before)
+    engine.close()
+    return has_changed
+
+def refusal(ask):
+    try:
+        ask()
+    except ValueError as error:
+        return str(error)
+
+NEEDS = {
+    "gpu_direct": lambda: OffloadConfig(gpu_direct=True),
+    "resharding": lambda: resharding_for("lohan reshard"),
+    "studies": lambda: OffloadConfig.load(_solver="migration"),
+}
+found = {}
+for annex in sys.argv[2:]:
+    removed.names = {annex}
+    trains = train(Path(sys.argv[1]) / annex)
+    is_here = any(name.startswith(f"hf_lohan.annexes.{annex}") for name in sys.modules)
+    found[annex] = [trains and not is_here, refusal(NEEDS[annex]) if annex in NEEDS else None]
+    for name in [name for name in sys.modules if name.startswith("hf_lohan.annexes.")]:
+        del sys.modules[name]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str | None]]:
+    """By annex, whether the core trained without it, and the refusal of what needs it. The process imports the core
+    without any annex and removes one after the other."""
+    command = [sys.executable, "-c", CODE, str(tmp_path_factory.mktemp("removed")), *ANNEXES]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("annex", ANNEXES)
+def test_the_core_does_without_an_annex(annex: str, found_without: dict[str, tuple[bool, str | None]]) -> None:
+    trains, refusal = found_without[annex]
+    assert trains
+    assert refusal is None or refusal.partition(" needs ")[2] == (
+        f"the package hf_lohan.annexes.{annex}, which is not installed; install hf-lohan again, or leave it out"
+    )
