@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,12 +85,18 @@ def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within
     which other ranks reach this one."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    settings = {"_devices": [gloo.create_device(hostname=host)], "_timeout": connects_within, "_threads": 2}
+    settings = {"_devices": [_gloo_device(host, os.getpid())], "_timeout": connects_within, "_threads": 2}
     for name, value in settings.items():
         setattr(options, name, value)
     group = gloo(store, rank, num_ranks, options)
     group._set_default_timeout(_NO_TIMEOUT)
     return group
+
+
+@cache
+def _gloo_device(host: str, _pid: int) -> Any:
+    """Return the device of all groups of this process, whose thread looks at the connections 100 times a second."""
+    return torch.distributed.ProcessGroupGloo.create_device(hostname=host)
 
 
 def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 All operations are collectives. `Work.wait(timeout)` of a collective only raises, and the work goes on, so a wait is cut
 into slices between which `Watch` is asked. This is not so for gloo's `send` and `recv`, where a wait that runs out
-closes all connections of the group. The destructor of a group waits for its collectives, and gloo does not wake a
-transfer that was half done when its peer died. So a group whose collectives may not have ended is kept (`_kept_groups`).
+closes all connections of the group. After a failure a group is never destroyed: gloo does not wake a transfer that was
+half done when its peer died, and the destructor would wait for it, or abort the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,11 +30,6 @@ _HEAD = struct.Struct("<IHf")
 _INLINE_BYTES = 246
 """Bytes of tag and payload that go with the head. Longer ones take a second collective."""
 _SHAPE = struct.Struct("<qq")
-
-
-_kept_groups: list[tuple[Any, list[Any]]] = []
-"""Groups that their lanes have left, with their collectives. They have a reference that the end of Python leaves
-alone."""
 
 
 class LaneClosedError(Exception):
@@ -279,28 +274,15 @@ class RankLane:
         self._has_left = True
 
     def leave(self, *, has_failed: bool) -> None:
-        """Use the lane no more."""
+        """Use the lane no more. If a collective has not ended, the group stays for the rest of the process."""
         self.stop()
         # At the interpreter's end a thread of Python that returns from C++ would end the process by an abort.
         until_s = time.monotonic() + 4 * _SLICE.total_seconds()
         while self._num_inside and time.monotonic() < until_s:
             time.sleep(0.001)
-        if self._group is not None and (has_failed or not _have_ended(self._works)):
+        if self._group is not None and (has_failed or not all(work.is_completed() for work in self._works)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            _kept_groups.append((self._group, self._works))
         self._group = None
-
-
-def drop_ended_groups() -> None:
-    """Destroy groups of closed links whose collectives have ended by now. Each has many threads."""
-    for kept in [kept for kept in _kept_groups if _have_ended(kept[1])]:
-        with suppress(ValueError):  # another thread has it
-            _kept_groups.remove(kept)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0]))
-
-
-def _have_ended(works: Iterable[Any]) -> bool:
-    return all(work.is_completed() for work in works)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

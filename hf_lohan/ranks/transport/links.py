@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hf_lohan.compat.torch_private import gloo_group
 from hf_lohan.ranks.transport.failures import Failure, FirstRankFailure, RankFailedError
-from hf_lohan.ranks.transport.lanes import RankLane, drop_ended_groups
+from hf_lohan.ranks.transport.lanes import RankLane
 from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 from hf_lohan.ranks.transport.watch import Watch
 from hf_lohan.threads import Owner
@@ -76,7 +76,6 @@ class Links:
         self.watch = Watch(ranks, store, self._failure, timeout_s, exits)
         try:
             if ranks.others:
-                drop_ended_groups()
                 self._host = host or ("127.0.0.1" if ranks.num_nodes == 1 else outgoing_address())
                 self.watch.start(time.monotonic() + timeout_s)
             self._control = self.open("control", stops_compute=True)

@@ -163,7 +163,7 @@ class Rounds(ABC):
                     left_s = max(left_s, since_s + pause_s - now_s)
                 if left_s <= 0:
                     return head
-                with self.shown_wait():
+                with self.shown_wait(), self._links.watch.idle(self._lane.name):
                     self.changed.wait(left_s)
 
     def _serves_in_s(self, now_s: float) -> float:

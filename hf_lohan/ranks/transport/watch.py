@@ -302,7 +302,9 @@ class Watch:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            lanes, needs = [*of_next["waits"], *([] if is_of_compute else of_next["beside"])], of_next["needs"]
+            # A thread that is late, and does not wait for its computation, does not care for what that waits for.
+            lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"]
+            needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
         """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Others may be ahead of
@@ -317,8 +319,7 @@ class Watch:
         )
         return {
             "at": dict(self._positions),
-            "waits": [lane for lane, _ in waits],
-            "needs": [rank for _, needs in waits for rank in needs()],
+            "waits": [(lane, list(needs())) for lane, needs in waits],
             "beside": [lane for lane, _ in beside],
             "idle": list(self._idle),
             "closed": list(self._closed),
@@ -413,7 +414,7 @@ class Watch:
 
 def _calls_of(table: Table) -> list[str]:
     """Return the calls in which a rank's computation waits."""
-    return [table["at"][lane][1] for lane in table["waits"] if lane in table["at"]]
+    return [table["at"][lane][1] for lane, _ in table["waits"] if lane in table["at"]]
 
 
 def _is_in_torch_collective() -> bool:
