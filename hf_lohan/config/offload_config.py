@@ -317,15 +317,21 @@ class OffloadConfig:
         """Type in which moments are stored. With "auto" it is float32."""
         return "float32" if self.optimizer_state_dtype == AUTO else self.optimizer_state_dtype
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings in JSON's types, for `load`."""
+    def to_dict(self, *, with_dots: bool = False) -> dict[str, Any]:
+        """Return the settings in JSON's types, for `load`. ``with_dots``: each key of a table by itself, and
+        all switches."""
         settings = {name: getattr(self, name) for name in SETTINGS}
         if self.ssd != AUTO:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
         for name in ("quantize", *(of.NAME for of in TABLES)):
             settings[name] = settings[name].to_setting()
-        fixed = self.switches.to_setting().items() - Switches().to_setting().items()
-        return settings | {f"_{name}": value for name, value in sorted(fixed)}
+        switches = self.switches.to_setting().items()
+        if with_dots:
+            for name in (of.NAME for of in TABLES):
+                settings |= {f"{name}.{key}": value for key, value in settings.pop(name).items()}
+        else:
+            switches -= Switches().to_setting().items()
+        return settings | {f"_{name}": value for name, value in sorted(switches)}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -31,7 +31,6 @@ from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.layers import compute_expert, enable_recompute, stream_experts
 from hf_lohan.huggingface.local_run import note_offloaded
 from hf_lohan.huggingface.model_methods import Attached, use_store
-from hf_lohan.huggingface.models.adapters import needs_all_kept
 from hf_lohan.huggingface.progress import long_work, show_blocks
 from hf_lohan.huggingface.ranks import StepTimeouts, check_rank_model, generate_together
 from hf_lohan.huggingface.sequences import check_model_of_rows
@@ -48,10 +47,6 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
     check_rank_model(model, tiers.links.ranks)
     if config.ranks.per_row > 1:
         check_model_of_rows(model)
-    config = replace(config, trace=tiers.device.timeline.is_tracing)
-    if config.activations != "keep" and needs_all_kept(model):
-        logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
-        config = config.with_all_activations_kept()
     _tell_what_is_slow(model, layout, tiers, config)
 
     is_direct = tiers.direct.hasher is not None

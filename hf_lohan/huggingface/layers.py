@@ -22,6 +22,7 @@ from hf_lohan.compat.transformers_private import (
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.experts import StreamedExperts, run_experts
+from hf_lohan.huggingface.models.adapters import needs_all_kept
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers
 from hf_lohan.planning import chunked_loss_of
 
@@ -36,8 +37,13 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
 
 
 def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> ResolvedConfig:
-    """Return the configuration. If the model's class cannot recompute its layers, set `activations: keep` and warn."""
-    if config.activations == "keep" or _can_recompute(model):
+    """Return the configuration, with `activations: keep` and a message if the model's layers cannot be recomputed."""
+    if config.activations == "keep":
+        return config
+    if needs_all_kept(model):
+        logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
+        return config.with_all_activations_kept()
+    if _can_recompute(model):
         return config
     logger.warning(
         "%s cannot recompute its layers (see its supports_gradient_checkpointing), so activations: %s is changed to "

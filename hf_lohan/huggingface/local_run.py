@@ -101,6 +101,7 @@ class LocalRun:
             device = device_for(torch_device, Timeline(is_tracing=is_tracing))
         links = links_to_other_ranks()
         settings, found = at_stores(settings, default_ssd_path, links)
+        settings = replace(settings, trace=device.timeline.is_tracing)
         return cls(resolved_here(settings, device, default_ssd_path, links), device, found, links)
 
     def settings_for(self, model: nn.Module, settings: ResolvedConfig) -> ResolvedConfig:

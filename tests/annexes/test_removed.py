@@ -79,6 +79,15 @@ def found_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[b
     return json.loads(run.stdout)
 
 
+def test_an_annex_that_cannot_be_imported_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks_scipy(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+
+    monkeypatch.setattr(hf_lohan.annexes.importlib, "import_module", lacks_scipy)
+    with pytest.raises(ModuleNotFoundError, match="scipy"):
+        hf_lohan.annexes.find_annex("studies")
+
+
 @pytest.mark.parametrize("annex", ANNEXES)
 def test_the_core_does_without_an_annex(annex: str, found_without: dict[str, tuple[bool, str | None]]) -> None:
     trains, refusal = found_without[annex]

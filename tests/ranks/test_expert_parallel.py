@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -314,8 +313,8 @@ def test_a_rank_that_owns_no_expert_takes_their_form_from_the_other_stores(tmp_p
     def form(links: Links) -> tuple[bool, str]:
         with opened(links, tmp_path, make_model) as engine:
             owns_some = any(block.owner == links.ranks.rank for block in engine.layout.blocks)
-            config = replace(engine.config, experts="auto")
-        return owns_some, experts_as_stored(engine.model, config, links).experts
+            config = OffloadConfig.load(engine.config, experts="auto")
+        return owns_some, experts_as_stored(engine.model, config, links).experts.load
 
     owners, forms = zip(*run_ranks(3, form), strict=True)
     assert sorted(owners) == [False, True, True]
