@@ -325,13 +325,13 @@ class OffloadConfig:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
         for name in ("quantize", *(of.NAME for of in TABLES)):
             settings[name] = settings[name].to_setting()
-        switches = self.switches.to_setting().items()
+        fixed = dict(self.switches.to_setting())
         if with_dots:
             for name in (of.NAME for of in TABLES):
                 settings |= {f"{name}.{key}": value for key, value in settings.pop(name).items()}
         else:
-            switches -= Switches().to_setting().items()
-        return settings | {f"_{name}": value for name, value in sorted(switches)}
+            fixed = dict(sorted(fixed.items() - Switches().to_setting().items()))
+        return settings | {f"_{name}": value for name, value in fixed.items()}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -62,7 +62,7 @@ def lay_out_generation(
         model,
         working_dtype,
         config.moment_dtype,
-        by_rows=table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model) if config.embedding == "rows" else None,
         quantization=config.quantize,
     )
     form = make_form()

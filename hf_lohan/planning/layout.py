@@ -437,7 +437,7 @@ def lay_out(
         working_dtype,
         config.moment_dtype,
         rules,
-        by_rows=table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model) if config.embedding == "rows" else None,
         quantization=config.quantize,
     )
     form = make_form()
@@ -451,7 +451,7 @@ def lay_out(
     shared_bytes = shards.shared_weight_bytes(blocks, within)
     open_ways = shards.ways(config.ranks.collectives.open_ways())
     messages = min(message_bytes(common_blocks(blocks), ranks, way) for way in open_ways)
-    expert_bytes = lent_expert_bytes(config, ranks, blocks)
+    expert_bytes = lent_expert_bytes(config.experts.balance, ranks, blocks)
     exchange_bytes = shared_bytes // ranks.num_local + lending_bytes(expert_bytes)
     exchange_bytes += messages
     if exchange_bytes >= config.cpu_memory:
