@@ -15,6 +15,7 @@ from typing import Any
 __all__ = ["find_annex", "missing_for", "need_annex"]
 
 _SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "embedding_rows": {"embedding": "rows"},
     "gpu_direct": {"gpu_direct": True},
     "studies": {"switches.solver": "migration"},
 }

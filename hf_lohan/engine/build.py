@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
+from hf_lohan.annexes import need_annex
 from hf_lohan.config import AUTO, ExpertCachePolicy, ResolvedConfig
 from hf_lohan.device import BufferPool, CpuDevice, Event
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
@@ -60,14 +61,12 @@ from hf_lohan.updates import (
 from hf_lohan.weights import (
     BlockLoader,
     Decoder,
-    EmbeddingRows,
     LayerLoader,
     Loads,
     LocalWeights,
     NodeShards,
-    OwnRows,
     RankLoader,
-    ShardedRows,
+    RowLoads,
     SharedWeights,
     SlotRing,
 )
@@ -295,22 +294,14 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
     return RankLoader(ring, source, layout.common_blocks)
 
 
-def build_embedding_rows(
-    layout: OffloadLayout, tiers: Tiers, ring: SlotRing, updates: UpdateParts
-) -> EmbeddingRows | None:
+def build_embedding_rows(layout: OffloadLayout, tiers: Tiers, ring: SlotRing, updates: UpdateParts) -> RowLoads | None:
     """Return what loads rows of the table of embeddings; None if the table is loaded whole. All ranks make it
     together."""
-    table, device, memory = layout.model_blocks.table, tiers.device, tiers.rank_memory
-    if table is None:
+    if layout.model_blocks.table is None:
         return None
-
-    def buffer() -> Tensor:
-        return device.host_empty(layout.plan.rows_buffer_bytes)
-
-    own = OwnRows(table, layout.ranks.rank, tiers.store, updates.pipeline, buffer())
-    if memory is None:
-        return EmbeddingRows(device, own, None if device.memory_is_host else buffer())
-    return EmbeddingRows(device, ShardedRows(own, tiers.links, ring, buffer()), buffer())
+    annex = need_annex("embedding_rows", "embedding: rows")
+    rows: RowLoads = annex.open_rows(layout, tiers.device, tiers.store, updates.pipeline, tiers.links, ring)
+    return rows
 
 
 def _local_weights(

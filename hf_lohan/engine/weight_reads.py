@@ -19,7 +19,7 @@ from hf_lohan.model import Block, ParamSlice
 from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.updates import WeightChange
-from hf_lohan.weights import EmbeddingRows
+from hf_lohan.weights import RowLoads
 
 _WHOLE, _RAISED = b"w", b"r"
 """How a context of gathered parameters ended."""
@@ -45,7 +45,7 @@ class WeightReads:
         forward_pass: Callable[[], ForwardPass],
         saving: Callable[[], contextlib.AbstractContextManager[Any]],
         links: Links,
-        rows: EmbeddingRows | None = None,
+        rows: RowLoads | None = None,
     ) -> None:
         """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
         ``rows`` loads rows of the blocks of which only rows come to the device."""

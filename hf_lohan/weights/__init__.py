@@ -2,26 +2,24 @@
 
 The way of one block: `schedule` decides when to load it. A `block_loader` asks the `source` to load it into a slot of
 the `slot_ring` ahead of its use, and its parameters become views of the slot. `blocks_in_use` keeps it there while a
-forward or a backward needs it. Of a table of embeddings, `embedding_rows` may load only rows. This room knows no hooks
-and no gradients. `engine` tells it which blocks are needed, and `updates` which blocks have changed.
+forward or a backward needs it. This room knows no hooks and no gradients. `engine` tells it which blocks are needed,
+and `updates` which blocks have changed.
 """
 
 from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, RankLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
-from hf_lohan.weights.embedding_rows import EmbeddingRows, OwnRows, ShardedRows
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
 from hf_lohan.weights.node_shards import NodeShards
 from hf_lohan.weights.peer_weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
-from hf_lohan.weights.source import Decoder, LocalWeights, RecordReader
+from hf_lohan.weights.source import Decoder, LocalWeights, RecordReader, RowLoads
 
 __all__ = [
     "BlockLoader",
     "BlocksInUse",
     "Decoder",
-    "EmbeddingRows",
     "LayerLoader",
     "LoadSchedule",
     "Loads",
@@ -29,12 +27,11 @@ __all__ = [
     "LocalWeights",
     "NextLoad",
     "NodeShards",
-    "OwnRows",
     "PeerWeightCache",
     "RamPeerWeights",
     "RankLoader",
     "RecordReader",
-    "ShardedRows",
+    "RowLoads",
     "SharedWeights",
     "Slot",
     "SlotLoad",

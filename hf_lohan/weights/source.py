@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,22 @@ from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights.slot_ring import Slot
+
+
+class RowLoads(ABC):
+    """Loads rows of a table of embeddings that has no slot (the annex `embedding_rows`). The computing thread uses
+    it."""
+
+    num_bytes: int
+    """Bytes of rows that came to the device."""
+
+    @abstractmethod
+    def embed(self, block: Block, leaf: Tensor | None, ids: Tensor, padding_idx: int | None) -> Tensor:
+        """Return `F.embedding` of ``ids`` and the block's table. ``leaf`` gets the gradient, as a sparse tensor of the
+        table's shape; with None there is none. Raises IndexError for ids outside the table."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class RecordReader(Protocol):

@@ -53,6 +53,7 @@ def refusal(ask):
         return str(error)
 
 NEEDS = {
+    "embedding_rows": lambda: OffloadConfig(embedding="rows"),
     "gpu_direct": lambda: OffloadConfig(gpu_direct=True),
     "resharding": lambda: resharding_for("lohan reshard"),
     "studies": lambda: OffloadConfig.load(_solver="migration"),

@@ -25,12 +25,12 @@ from embedding_ranks import (
 from rank_processes import RankProcesses
 from torch import Tensor
 
+from hf_lohan.annexes.embedding_rows.row_loads import ShardedRows
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planner import cuts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
-from hf_lohan.weights import ShardedRows
 from hf_lohan.weights.shared_source import StaleError
 
 pytestmark = pytest.mark.usefixtures("cuts_small_tables")

@@ -24,13 +24,32 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, RowIds, rows_between
 from hf_lohan.planner.record_traffic import PARAM
+from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links, RanksDisagreeError, Rounds, bytes_of
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.weights import RowLoads
 from hf_lohan.weights.shared_source import Changes, StaleError, stale_error
 
 _HEAD = struct.Struct("<qqB")
 """Period, number of wanted rows or -1, and whether the rank has closed."""
+
+
+def open_rows(
+    layout: OffloadLayout, device: Device, store: RowReader, updates: SettledUpdates, links: Links, changes: Changes
+) -> EmbeddingRows:
+    """Return what loads the rows of the layout's table. All ranks call this together. ``changes`` knows which blocks
+    have new weights."""
+    table = layout.model_blocks.table
+    assert table is not None
+
+    def buffer() -> Tensor:
+        return device.host_empty(layout.plan.rows_buffer_bytes)
+
+    own = OwnRows(table, layout.ranks.rank, store, updates, buffer())
+    if not links.ranks.others:
+        return EmbeddingRows(device, own, None if device.memory_is_host else buffer())
+    return EmbeddingRows(device, ShardedRows(own, links, changes, buffer()), buffer())
 
 
 class RowReader(Protocol):
@@ -245,8 +264,8 @@ class ShardedRows(Rounds):
             raise stale_error(self._own.rank, self._own.table)
 
 
-class EmbeddingRows:
-    """Brings the rows of a batch's tokens to the device. The computing thread uses it."""
+class EmbeddingRows(RowLoads):
+    """Brings the rows of a batch's tokens to the device."""
 
     def __init__(self, device: Device, source: RowSource, landing: Tensor | None) -> None:
         """``landing``: host memory for rows on their way to the device; None if they need none."""
@@ -256,11 +275,8 @@ class EmbeddingRows:
         self._copied: Event | None = None
         """The end of the last copy from `_landing`."""
         self.num_bytes = 0
-        """Bytes of rows that came to the device."""
 
     def embed(self, block: Block, leaf: Tensor | None, ids: Tensor, padding_idx: int | None) -> Tensor:
-        """Return `F.embedding` of ``ids`` and the block's table. ``leaf`` gets the gradient, as a sparse tensor of the
-        table's shape; with None there is none. Raises IndexError for ids outside the table."""
         part = block.slices[0]
         needed, inverse = torch.unique(ids.cpu(), return_inverse=True)  # on the host, where the rows are read
         needed = needed.to(torch.int64)
