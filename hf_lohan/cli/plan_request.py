@@ -21,8 +21,8 @@ from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
 from hf_lohan.hardware.direct_io import uses_direct_io
 from hf_lohan.huggingface.attention import cuttable_layers
-from hf_lohan.huggingface.layers import activations_kept_if_needed
 from hf_lohan.huggingface.models.recipe import model_to_plan
+from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name

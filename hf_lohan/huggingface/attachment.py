@@ -1,13 +1,13 @@
-"""Attaches an engine to a model whose weights are in a store."""
+"""Offloads a model: one in memory, or that of a checkpoint, which is then never in memory."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,37 +18,170 @@ from hf_lohan.activations import chunked_head_of
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
-from hf_lohan.config import ResolvedConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
+from hf_lohan.device import Device
 from hf_lohan.engine import (
     EngineEvents,
     OffloadEngine,
     OutOfMemoryAdvice,
+    ParameterAccess,
     StepsSoFar,
     Tiers,
+    check_equal_weights,
+    drain_model,
 )
 from hf_lohan.experts import ROUTED_ROWS, RoutedRows
-from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.huggingface.layers import compute_expert, enable_recompute, stream_experts
-from hf_lohan.huggingface.local_run import note_offloaded
-from hf_lohan.huggingface.model_methods import Attached, use_store
+from hf_lohan.huggingface.equal_runs import check_equal_configs
+from hf_lohan.huggingface.local_run import LocalRun, note_offloaded
+from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config
+from hf_lohan.huggingface.models.recipe import ModelRecipe
+from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
+from hf_lohan.huggingface.offloaded_model import (
+    Attached,
+    attach_to,
+    compute_expert,
+    recompute_without_reentry,
+    run_by_engine,
+    use_store,
+)
+from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import long_work, show_blocks
-from hf_lohan.huggingface.ranks import StepTimeouts, check_rank_model, generate_together
+from hf_lohan.huggingface.ranks import StepTimeouts, check_rank_model
 from hf_lohan.huggingface.sequences import check_model_of_rows
-from hf_lohan.model import why_whole
+from hf_lohan.model import Rules, why_whole
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of
-from hf_lohan.planning.run_plan import CHUNKS_NAME
 
 logger = logging.getLogger(__name__)
+
+
+def offload_model(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    torch_device: torch.device | str,
+    default_ssd_path: str | Path,
+    working_dtype: torch.dtype | None = None,
+    hold_gradients: bool = True,
+    sums_gradients: bool = True,
+    rules: Rules | None = None,
+    device: Device | None = None,
+    is_beside_others: bool = False,
+) -> OffloadEngine:
+    """Move the weights of a model from memory to the store, and attach an engine to the model. The model then computes
+    in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact values as masters. `rules`
+    returns each parameter's update rule. `device` replaces the device for `torch_device`. `is_beside_others`: see
+    `LocalRun.tiers`.
+    Raises ValueError, before any weight is changed, if the model, the budgets, the paths or an earlier run there do not
+    allow it."""
+    run = LocalRun.begin(config, torch_device, default_ssd_path, device)
+    recompute_without_reentry(model)
+    settings, lay_out = run.fit(
+        model,
+        run.settings,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        sums_gradients=sums_gradients,
+        rules=rules,
+    )
+    layout = lay_out(model)
+    layout = replace(layout, saved_dtypes=dtypes_to_save(layout, settings.save_dtype, dtypes_of(model)))
+    check_equal_configs(getattr(model, "config", None), run.links)
+    check_equal_weights(model.named_parameters(), run.links)
+    with run.tiers(layout, settings, is_beside_others=is_beside_others) as tiers:
+        access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
+        drain_model(layout.blocks, access)
+        return attach(model, layout, tiers, settings)
+
+
+def from_pretrained(
+    path: str | Path,
+    offload: Any = "lohan",
+    *,
+    torch_device: torch.device | str | None = None,
+    dtype: torch.dtype | str = "auto",
+    bf16: bool = False,
+    default_ssd_path: str | Path = "lohan_store",
+    hold_gradients: bool = True,
+    sums_gradients: bool = True,
+    model_class: Any = None,
+    is_trained: bool = True,
+    optimizer: Any = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    finish: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model for training, and stream its weights to the store.
+
+    Args:
+        path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
+        offload: anything that `OffloadConfig.load` takes.
+        torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
+        dtype: dtype of the working weights. "auto" is the checkpoint's dtype, or float32 for float16. `bf16=True` means
+            bfloat16 working weights whose float32 masters equal the checkpoint's values exactly.
+        default_ssd_path: the store's folder if the configuration has no path.
+        hold_gradients: hold gradients until `step()`, which clipping and accumulation need. False applies them in
+            backward.
+        sums_gradients: hold gradients in float32, because steps have several backwards. False holds gradients of
+            bfloat16 weights in bfloat16, which takes half the memory, and writes sums of several backwards to the SSD.
+            Results are the same.
+        model_class: a class or an auto class of transformers. The default is the class that the config names.
+        is_trained: False freezes all weights. The store then has no optimizer states, and one version of each record.
+        optimizer: a class of `torch.optim`, or (class, keyword arguments). The store has its states. The default is the
+            configured optimizer, or AdamW.
+        peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
+        quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``, which means the setting `quantize`.
+        finish: in place of `peft_config`, a function that is called with the model before it is offloaded, and returns
+            it with its adapters or other changes. It is called twice: with the model on meta, and with the streamed
+            model, whose weights it may read. Weights that it replaces, such as resized embeddings, are in memory whole.
+        kwargs: as for the model class's `from_pretrained`, such as `revision`, `trust_remote_code`, and entries that
+            override those of the checkpoint's config (`num_labels`, `attention_dropout`).
+
+    Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
+    capacities that are too small, for another model's store, and for dtypes that cannot be trained.
+    """
+    if peft_config is not None:
+        if finish is not None:
+            raise ValueError("peft_config and finish are both given; add the adapters in finish alone")
+        check_peft_config(peft_config)
+        finish = adding_adapters(peft_config)
+    working_dtype = torch.bfloat16 if bf16 else None
+    run = LocalRun.begin(offload, torch_device, default_ssd_path)
+    recipe = ModelRecipe(path, kwargs, run.settings, run.links, dtype=dtype, model_class=model_class)
+    recipe.build(
+        compute_dtype=working_dtype, quantization_config=quantization_config, finish=finish, is_trained=is_trained
+    )
+    settings, lay_out = run.fit(
+        recipe.skeleton,
+        recipe.settings,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        sums_gradients=sums_gradients,
+        rules=None if optimizer is None else make_optimizer_choice(optimizer).rules,
+    )
+    layout = lay_out(recipe.skeleton)
+    # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
+    loaded_dtypes = {} if recipe.was_float16 else dtypes_of(recipe.skeleton)
+    saved_dtypes = dtypes_to_save(layout, settings.save_dtype, loaded_dtypes)
+    recipe.check(layout)
+    with run.tiers(layout, settings, is_beside_others=is_trained) as tiers:
+        model = recipe.stream(tiers, layout, casts=bf16)
+        final = lay_out(model)
+        if final.identity != layout.identity:
+            raise ValueError(
+                "the loaded model differs from the model that its config describes, so the store does not fit; load "
+                "the model in memory, and pass it instead of its path"
+            )
+        return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, settings).model
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> OffloadEngine:
     """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
     recomputes activations as configured."""
+    _tell_what_is_slow(model, layout, config, tiers.device)
     check_rank_model(model, tiers.links.ranks)
     if config.ranks.per_row > 1:
         check_model_of_rows(model)
-    _tell_what_is_slow(model, layout, tiers, config)
-
     is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
     steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config))
@@ -63,11 +196,11 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     note_offloaded(engine)
 
-    _run_by(engine, model, plan)
+    run_by_engine(engine, model, plan)
     chunked_head = chunked_head_of(model, chunked_loss_of(config))
     if chunked_head is not None:
         chunked_head.attach(last_step=lambda: engine.last_step)
-    Attached(engine, plan, chunked_head).remember(model)
+    attach_to(model, Attached(engine, plan, chunked_head))
     use_store(engine, model)
 
     facts = _RunFacts(plan, engine)
@@ -76,35 +209,15 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
     return engine
 
 
-def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> None:
+def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: ResolvedConfig, device: Device) -> None:
     if config.embedding == "rows" and layout.model_blocks.table is None:
         logger.info("embedding: whole, because %s", why_whole(model))
-    computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
+    computes_bfloat16 = device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
             "this CPU has no bfloat16 units, so bfloat16 matmuls run up to 200 times slower than float32 ones; train "
             "in float32, or on a GPU"
         )
-
-
-def _run_by(engine: OffloadEngine, model: Any, plan: RunPlan) -> None:
-    """Have the engine run the model's layers and experts."""
-    if getattr(model, "config", None) is not None:
-        model.config.dtype = engine.layout.master.working_dtype
-    stream_experts(engine.experts)
-    generate_together(model, engine.links, functools.partial(_is_closed, weakref.ref(engine)))
-    if engine.config.activations != "keep":
-        enable_recompute(model, engine)
-    model_blocks, tiers = engine.layout.model_blocks, engine.tiers
-    if not model_blocks.experts:
-        names = {module: name for name, module in model.named_modules()}
-        layers = {layer: names[layer] for layer in model_blocks.layers}
-        file = os.path.join(tiers.store.paths[0].path, CHUNKS_NAME)
-        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, tiers.row_memory), file)
-
-
-def _is_closed(engine: weakref.ref[OffloadEngine]) -> bool:
-    return (attached := engine()) is None or attached.is_closed
 
 
 class _PlannedSteps:

@@ -587,7 +587,6 @@ def _parameters_of(layer: nn.Module) -> Mapping[str, Any]:
 
 
 def _implementation_of(layer: nn.Module) -> str:
-    """Return the name of the attention that a layer runs."""
     for module in layer.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) is not None:

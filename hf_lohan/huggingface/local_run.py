@@ -17,12 +17,12 @@ from torch import nn
 
 from hf_lohan.checkpoint.generations import RunStores
 from hf_lohan.config import OffloadConfig, ResolvedConfig
-from hf_lohan.device import Device, device_for
+from hf_lohan.device import Device, default_torch_device, device_for
 from hf_lohan.engine import OffloadEngine, Tiers, open_tiers, wait_until_closed
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
-from hf_lohan.huggingface.layers import activations_kept_if_needed, refuse_chunks
-from hf_lohan.huggingface.ranks import at_stores, check_layout, check_one_model, links_to_other_ranks, refuse_changed
+from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed, refuse_chunks
+from hf_lohan.huggingface.ranks import at_stores, check_layout, links_to_other_ranks, refuse_changed
 from hf_lohan.model import experts_as_stored, owners_as_stored
 from hf_lohan.planning import OffloadLayout, lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -61,7 +61,6 @@ def note_offloaded(engine: OffloadEngine) -> None:
 
 
 def num_offloaded() -> int:
-    """Return how many models this process has offloaded."""
     return _process.num_offloaded
 
 
@@ -88,31 +87,32 @@ class LocalRun:
     def begin(
         cls,
         offload: Any,
-        torch_device: torch.device | str,
+        torch_device: torch.device | str | None,
         default_ssd_path: str | Path,
         device: Device | None = None,
     ) -> LocalRun:
-        """Open the compute device, or use ``device``, and resolve the settings. With `trace` the device's timeline
-        starts to record. Raises ValueError for settings, paths or stores with which no run can begin."""
+        """Open the compute device (None is the GPU if there is one), or use ``device``, and resolve the settings. With
+        `trace` the device's timeline starts to record. Raises ValueError if no run can begin with these settings, paths
+        and stores."""
         settings = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
         keep_from_others()
         if device is None:
             is_tracing = settings.trace or _process.launched_with.trace
-            device = device_for(torch_device, Timeline(is_tracing=is_tracing))
+            device = device_for(torch_device or default_torch_device(), Timeline(is_tracing=is_tracing))
         links = links_to_other_ranks()
         settings, found = at_stores(settings, default_ssd_path, links)
         settings = replace(settings, trace=device.timeline.is_tracing)
         return cls(resolved_here(settings, device, default_ssd_path, links), device, found, links)
 
-    def settings_for(self, model: nn.Module, settings: ResolvedConfig) -> ResolvedConfig:
-        """Return the settings that a model, real or on meta, can follow. Raises ValueError if it cannot."""
+    def fit(
+        self, model: nn.Module, settings: ResolvedConfig, **how: Any
+    ) -> tuple[ResolvedConfig, Callable[[Any], OffloadLayout]]:
+        """Return the settings that a model, real or on meta, can follow, and the function that lays out this model and
+        equal ones. ``how``: as for `lay_out`. Raises ValueError if the model cannot follow them."""
         settings = activations_kept_if_needed(model, settings)
         refuse_chunks(model, settings)
-        return experts_as_stored(model, settings, self.links)
-
-    def layouts(self, model: nn.Module, settings: ResolvedConfig, **how: Any) -> Callable[[Any], OffloadLayout]:
-        """Return the function that lays out this model and equal ones for this run. ``how``: as for `lay_out`."""
-        return partial(
+        settings = experts_as_stored(model, settings, self.links)
+        return settings, partial(
             lay_out,
             config=settings,
             memory_is_host=self.device.memory_is_host,
@@ -131,8 +131,8 @@ class LocalRun:
         model, close it first. ``is_beside_others``: whether there may be stores of another number of ranks, which this
         run may continue.
         """
-        check_layout(layout, settings, self.found, self.links, is_beside_others=is_beside_others)
         _check_experts(layout, settings)
+        check_layout(layout, settings, self.found, self.links, is_beside_others=is_beside_others)
         tiers = self._open_or_take_over(layout, settings)
         try:
             refuse_changed(self.found, tiers.links)  # from now on the lock keeps others from resharding
@@ -143,9 +143,14 @@ class LocalRun:
 
     def _open_or_take_over(self, layout: OffloadLayout, settings: ResolvedConfig) -> Tiers:
         folders = {os.path.realpath(ssd.path) for ssd in settings.ssd}
-        others = [engine.model for engine in _open_engines() if not folders & engine.store_folders]
-        check_one_model(others, self.links.ranks)
-        del others  # engines of deleted models close when nothing refers to them
+        if self.links.ranks.others:  # ranks have no common order of loads for the blocks of two models
+            for engine in _open_engines():
+                if not folders & engine.store_folders:
+                    raise ValueError(
+                        f"several ranks offload one model at a time, and {type(engine.model).__name__} is already "
+                        "offloaded; close it first (engine_of(model).close()), or, for a reference model of TRL, train "
+                        "adapters or set precompute_ref_log_probs=True and run in one process"
+                    )
         set_compute_threads(settings.cpu_threads)
         keep_freed_memory()
         try:

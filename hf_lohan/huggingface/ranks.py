@@ -211,7 +211,6 @@ def check_joined(num_processes: int) -> None:
 
 
 def _parallelism_of_environment() -> ParallelismConfig | None:
-    """Return the config that a launcher gave to `Accelerator` through environment variables."""
     return ParallelismConfig() if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG") else None
 
 
@@ -304,17 +303,6 @@ def check_layout(
         if shared_directory(ssd.path) != ssd.path:
             make_directory(shared_directory(ssd.path))
     links.barrier("the directories of the ssd paths to exist")
-
-
-def check_one_model(offloaded: Sequence[Any], ranks: Ranks) -> None:
-    """Raise ValueError if several ranks would offload a second model, because ranks have no common order of loads for
-    the blocks of two models."""
-    if ranks.others and offloaded:
-        raise ValueError(
-            f"several ranks offload one model at a time, and {type(offloaded[0]).__name__} is already offloaded; "
-            "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
-            "precompute_ref_log_probs=True and run in one process"
-        )
 
 
 def check_rank_model(model: Any, ranks: Ranks) -> None:

@@ -46,7 +46,6 @@ def own_parts(batches: Iterable[Any], links: RowLinks) -> Iterator[dict[str, Any
 
 
 def _digest(batch: Any) -> bytes:
-    """Return a hash of the tensors of a batch."""
     digest = hashlib.sha256()
     for name in sorted(_CUT_INPUTS) if isinstance(batch, Mapping) else ():
         if isinstance(tensor := batch.get(name), Tensor):

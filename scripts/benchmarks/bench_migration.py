@@ -39,8 +39,8 @@ from hf_lohan.annexes.studies.step_bound import least_step_s
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import read_hardware
-from hf_lohan.huggingface.model_methods import run_plan_of
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import (
     BlockProfile,
     HardwareProfile,

@@ -48,8 +48,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import IoEngine
 from hf_lohan.hardware import cached_hardware, measure_hardware
-from hf_lohan.huggingface.model_methods import run_plan_of
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import HardwareProfile, forecast
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here

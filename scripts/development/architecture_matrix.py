@@ -156,7 +156,7 @@ def try_chunks(name: str, folder: Path) -> Outcome:
     by the order of sums."""
     from tiny_configs import tiny_model_of
 
-    from hf_lohan.huggingface.model_methods import run_plan_of
+    from hf_lohan.huggingface.offloaded_model import run_plan_of
 
     if name in NOT_TRAINED_HERE:
         return Outcome(name, NOT_TRIED, NOT_TRAINED_HERE[name])

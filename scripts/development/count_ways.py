@@ -56,7 +56,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = f"{ROOT / 'hf_lohan'}/"
-MOST = {"gradient": 30, "weight": 16, "checkpoint": 91, "setting": 39}
+MOST = {"gradient": 30, "weight": 16, "checkpoint": 86, "setting": 39}
 GRADIENT_ROOTS = {
     ("engine/model_hooks.py", "_on_gradient"),
     ("updates/arrival.py", "flush"),
@@ -257,10 +257,11 @@ class Visits:
         self._called: set[CodeType] = set()
 
     def on_call(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event != "call" or not file_of(frame) or frame.f_code in self._called:
+        code = frame.f_code
+        if event != "call" or not file_of(frame) or code in self._called or code.co_name.startswith("<"):
             return
         (file, _, _), *callers = chain_of(frame)
-        self._called.add(frame.f_code)
+        self._called.add(code)
         is_inside = all(room_of(caller) == "huggingface" for caller, _, _ in callers)
         if not callers or not is_inside or room_of(file) in NO_STOPS or is_attribute(frame):
             return

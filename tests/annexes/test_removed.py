@@ -30,7 +30,7 @@ sys.meta_path.insert(0, removed)
 import hf_lohan.cli, hf_lohan.huggingface, hf_lohan.testing.models  # without any annex
 from hf_lohan.checkpoint.generations import resharding_for
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -22,8 +22,8 @@ from hf_lohan import Accelerator, LohanPlugin, Trainer
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.huggingface.model_methods import engine_of, run_plan_of
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
@@ -211,7 +211,7 @@ FORKING_SCRIPT = """
 import os, sys
 import torch
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows

@@ -24,7 +24,7 @@ from hf_lohan.activations.tiers import placed_bytes
 from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import FileBackend, StorageError
-from hf_lohan.huggingface.layers import enable_recompute
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planner.search.candidate_memory import held_beside

@@ -29,7 +29,7 @@ from trl_runs import run as run_trl
 
 import hf_lohan
 from hf_lohan.activations.chunked_norms import ChunkedNorm
-from hf_lohan.huggingface.model_methods import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
 

@@ -18,7 +18,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device, Lane
 from hf_lohan.hardware import MeasuringEffort, measure_hardware
 from hf_lohan.hardware.rates import MatrixShape
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.planning import trace_blocks
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock

@@ -26,13 +26,14 @@ from transformers import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.cli.stores import reshard_stores, verify_stores
+from hf_lohan.annexes.resharding.command import reshard_stores
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface.models.bitsandbytes_config import quantized_as_asked
 from hf_lohan.huggingface.models.checkpoint_form import read_form
+from hf_lohan.huggingface.models.quantized_checkpoints import quantized_as_asked
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.experts import find_experts

@@ -14,7 +14,7 @@ from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
 from expert_models import least_gpu_memory
 
 import hf_lohan
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.model import ParamSlice, stored_form
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, SizeClass

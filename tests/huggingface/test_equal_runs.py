@@ -27,7 +27,7 @@ from hf_lohan.huggingface.equal_runs import (
     check_equal_configs,
     check_equal_packages,
 )
-from hf_lohan.huggingface.model_methods import engine_of
+from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import StepTimeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model

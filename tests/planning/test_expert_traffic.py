@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 import hf_lohan
-from hf_lohan.huggingface.model_methods import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import forecast
 from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep

@@ -19,7 +19,7 @@ from hf_lohan.cli import app
 from hf_lohan.config import Collectives, OffloadConfig, parse_bytes
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.layers import enable_recompute
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import HardwareProfile, SizeClass
 from hf_lohan.planning import RunPlan, lay_out

@@ -26,7 +26,7 @@ from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_
 from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.hardware import measure_computing
 from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.huggingface.layers import enable_recompute
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.experts import BalancedRows
-from hf_lohan.huggingface.layers import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.model import find_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out

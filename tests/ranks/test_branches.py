@@ -24,7 +24,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.layers import enable_checkpointing
+from hf_lohan.huggingface.offloaded_model import enable_checkpointing
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError

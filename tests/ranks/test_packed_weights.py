@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_lohan.engine.ranks
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, open_tiers
-from hf_lohan.huggingface.layers import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes

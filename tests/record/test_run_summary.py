@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.model_methods import engine_of, run_plan_of
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {

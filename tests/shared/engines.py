@@ -18,7 +18,7 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend
 from hf_lohan.hardware.direct_io import DirectIo
-from hf_lohan.huggingface.layers import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import cache_among
-from hf_lohan.device import default_torch_device
 from hf_lohan.engine.ranks import all_agree
 from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.local_run import LocalRun, settings_given
-from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement
+from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.models.weight_sink import make_placeholders
-from hf_lohan.huggingface.models.weightless_model import weightless_model
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, forward_without_values, lay_out_generation
 from hf_lohan.store import Store
@@ -84,8 +82,7 @@ def load_for_generation(
             "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
             "largest number of tokens, including the prompt, such as max_length=2048"
         )
-    refuse_placement(kwargs, "which offload streams to its device itself")
-    run = LocalRun.begin(settings_given(offload), torch_device or default_torch_device(), default_ssd_path)
+    run = LocalRun.begin(settings_given(offload), torch_device, default_ssd_path)
     arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     settings = replace(
         run.settings, activations="keep", durability="checkpoint", chunks=replace(run.settings.chunks, loss=False)
@@ -150,19 +147,16 @@ def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences:
     model = build().eval()
     tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
     cache = cache_among(forward_without_values(model, input_ids=tokens, use_cache=True))
-    layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
+    layers = [
+        sum(value.numel() for value in vars(layer).values() if isinstance(value, Tensor))
+        for layer in getattr(cache, "layers", [])
+    ]
     if not any(layers):
         logger.warning(
             "the cache of %s has no tensors that can be counted, so gpu_memory keeps no room for it", type(model)
         )
     num_elements = sum(layers) + max(layers, default=0)
     return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
-
-
-def _numels(layer: object) -> Iterator[int]:
-    for value in vars(layer).values():
-        if isinstance(value, Tensor):
-            yield value.numel()
 
 
 def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:

@@ -20,8 +20,8 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware.measurement import store_paths
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.huggingface.generate.generation import load_for_generation
-from hf_lohan.huggingface.model_methods import engine_of
 from hf_lohan.huggingface.models.hub import Checkpoint
+from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.ranks import Links

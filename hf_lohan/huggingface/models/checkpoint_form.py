@@ -19,17 +19,20 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, bytes_in_file, sources_of_weights
 from hf_lohan.config import ResolvedConfig
-from hf_lohan.huggingface.models.bitsandbytes_config import FUSED_EXPERTS, check_compute_dtype
 from hf_lohan.huggingface.models.quantized_checkpoints import (
+    FUSED_EXPERTS,
     Encoded,
     Tensors,
+    check_compute_dtype,
     compressed_block,
     finder,
     has_safetensors,
     is_of_activations,
     method_of,
+    name_unpacked,
     opened_tensors,
     quantization_of,
+    quantized_as_asked,
     transposed_weights,
     weight_settings,
     without_quantization,
@@ -39,12 +42,7 @@ from hf_lohan.model import Block, dtype_name
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import is_named, packed_forms
 from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import (
-    PACKED_METHODS,
-    SCALES_PER_SCALE,
-    CodeKind,
-    EncodedMatrix,
-)
+from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE, CodeKind, EncodedMatrix
 from hf_lohan.quantize import EncodedForm, int8_form, join_scales, scale_values, values_of
 from hf_lohan.quantize.encoded_weights import EncodedWeight, UnreadTensor, decode_scales, whole_pieces
 
@@ -55,10 +53,9 @@ _STATE = "quant_state.bitsandbytes__"
 class CheckpointForm:
     """How a checkpoint has its weights. This class is for weights that are not packed; `read_form` chooses another.
 
-    The calls have an order: `fit`, then `settings`, then the rest.
+    The calls have an order: `settings_asked`, `fit`, `settings`, then the rest.
     """
 
-    is_packed = False
     is_decoded = False
     """Whether packed weights are decoded where they do not stay packed."""
 
@@ -66,9 +63,18 @@ class CheckpointForm:
         self.path = Path(path)
         self.model_config = model_config
         """The model's config without `quantization_config`, so that transformers loads the weights as usual."""
+        self._asked: ResolvedConfig | None = None
+
+    def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
+        """Return the settings with `quantize` as a ``quantization_config`` asks, which may be None, for a model that
+        computes in ``dtype``. Raises ValueError if it cannot be honoured."""
+        self._asked = None if asked is None else quantized_as_asked(config, asked, dtype)
+        return self._asked or config
 
     def fit(self, skeleton: nn.Module) -> None:
         """Find what can stay packed for a model on meta, which has no adapters yet."""
+        if self._asked is not None:
+            name_unpacked(skeleton, self._asked.quantize)
 
     def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         """Return the settings with `quantize` as the checkpoint has it for the ``frozen`` parameters of a model that
@@ -115,7 +121,7 @@ def published_form(path: str | Path, model_config: Any) -> CheckpointForm:
 class _EncodedForm(CheckpointForm):
     """Weights that are products of codes and scales."""
 
-    is_packed = is_decoded = True
+    is_decoded = True
 
     def __init__(self, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> None:
         super().__init__(path, without_quantization(model_config))
@@ -138,6 +144,14 @@ class _EncodedForm(CheckpointForm):
                             f"{names[1]} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
                             "decoded; download the checkpoint again"
                         )
+
+    def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
+        if asked is not None and not getattr(asked, "dequantize", False):
+            raise ValueError(
+                f"the checkpoint is quantized already, and is decoded as it was published; leave out "
+                f"quantization_config={type(asked).__name__}(...), or set its dequantize=True"
+            )
+        return config
 
     def fit(self, skeleton: nn.Module) -> None:
         """Weights whose rows the model has in another order, and weights in other codes than those of `EncodedMatrix`,
@@ -171,8 +185,8 @@ class _EncodedForm(CheckpointForm):
             if name not in used and not is_of_activations(name, encoded)
         }
         replaced |= {name: weight for name, (weight, _) in encoded.items()}
-        for name in self._kept if sink is not None else ():
-            if sink is not None and sink.is_packed(name):
+        if sink is not None:
+            for name in filter(sink.is_packed, self._kept):
                 self._store(name, encoded, sink)
                 for source in (source for unit in self._sources[name] for source in unit):
                     replaced[source] = _StoredTensor(replaced[source])
@@ -182,12 +196,11 @@ class _EncodedForm(CheckpointForm):
         form = EncodedForm.of(self._method, self._matrices[name])
         for number, unit in enumerate(_matrices_of(self._sources[name], encoded)):
             for (weight, expert), (matrix, _, codes, scales) in zip(unit, form.starts, strict=True):
-                first = number * form.unit_codes_bytes + codes
+                codes += number * form.unit_codes_bytes
+                scales += number * form.unit_scales_bytes
                 for start, rows in weight.rows_of_codes(expert, matrix):
-                    sink.store_bytes(name, "codes", first + start * matrix.row_bytes, rows)
-                sink.store_bytes(
-                    name, "scales", number * form.unit_scales_bytes + scales, weight.scales_of(expert, matrix)
-                )
+                    sink.store_bytes(name, "codes", codes + start * matrix.row_bytes, rows)
+                sink.store_bytes(name, "scales", scales, weight.scales_of(expert, matrix))
 
     def check_loaded(self, model: Any, unused: Collection[str]) -> None:
         """The checkpoint's names may be those of another class, as those of quantized experts are."""
@@ -216,9 +229,6 @@ class _StoredTensor:
 
     def decode(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((last - first, *self._shape[1:]), dtype=dtype, device="meta")
-
-    def __getitem__(self, index: Any) -> Tensor:
-        raise AssertionError("the store has this weight")
 
 
 def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[EncodedWeight, int | None]]]:
@@ -255,8 +265,6 @@ def _unit_of(
 class _FourBitForm(CheckpointForm):
     """Weights that bitsandbytes packed in 4 bits. All stay packed."""
 
-    is_packed = True
-
     @classmethod
     def open(cls, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> _FourBitForm | None:
         """Return the form by the ``fields`` of a `quantization_config` and the names in files; None if bitsandbytes did
@@ -291,6 +299,9 @@ class _FourBitForm(CheckpointForm):
         is_double, block = "nested_blocksize" in state, state["blocksize"]
         method = fields["bnb_4bit_quant_type"]
         self._form = Quantization.parse({"method": method, "double": is_double, "block": block})
+
+    def fit(self, skeleton: nn.Module) -> None:
+        """The files say what is packed."""
 
     def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         """Raises ValueError if the settings ask for another form, or skip a packed module, and for scales that are
@@ -432,8 +443,6 @@ def _weight_of(name: str) -> str:
 class _NamedForm(CheckpointForm):
     """The form that a config names. Kinds of codes that it does not name are those of its method's usual files."""
 
-    is_packed = True
-
     def __init__(self, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> None:
         super().__init__(path, without_quantization(model_config))
         self._fields = fields
@@ -472,17 +481,12 @@ class _NamedForm(CheckpointForm):
         return replace(config, quantize=quantize)
 
 
-def _usual_fp8(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+def _usual_float8(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
     rows, columns = shape[-2:]
-    block = fields.get("weight_block_size", (128, 128)) or (rows, columns)
-    of_block = min(block[0], rows), min(block[1], columns)
-    return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales="float32", block=of_block),)
-
-
-def _usual_mxfp8(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
-    rows, columns = shape[-2:]
-    block = 1, min(32, columns)
-    return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales="uint8", block=block),)
+    is_mx = method_of(fields) == "mxfp8"
+    block = (1, 32) if is_mx else fields.get("weight_block_size", (128, 128)) or (rows, columns)
+    of_block, scales = (min(block[0], rows), min(block[1], columns)), "uint8" if is_mx else "float32"
+    return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales=scales, block=of_block),)
 
 
 def _usual_mxfp4(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
@@ -515,8 +519,8 @@ def _usual_int8(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedM
 
 
 _USUAL: Mapping[str, Callable[[Mapping[str, Any], torch.Size], tuple[EncodedMatrix, ...]]] = {
-    "fp8": _usual_fp8,
-    "mxfp8": _usual_mxfp8,
+    "fp8": _usual_float8,
+    "mxfp8": _usual_float8,
     "mxfp4": _usual_mxfp4,
     "compressed-tensors": _usual_compressed,
     "int8": _usual_int8,

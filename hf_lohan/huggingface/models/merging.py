@@ -23,7 +23,7 @@ from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, me
 from hf_lohan.huggingface.models.hub import adapter_folder
 from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors
 from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
-from hf_lohan.huggingface.models.saving import dtype_of_config, on_meta, save_weights
+from hf_lohan.huggingface.models.saving import SavedWeights, dtype_of_config, on_meta, save_weights
 from hf_lohan.huggingface.models.weight_sink import make_placeholders
 from hf_lohan.huggingface.progress import advance
 from hf_lohan.planning.layout import resolved_here
@@ -103,9 +103,7 @@ def merge(
 def _unread_model(recipe: ModelRecipe, dtype: torch.dtype | str) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
     """Return a model of placeholders, and the weights that they stand for."""
     unread: dict[str, UnreadWeight] = {}
-    with loaded_unread(unread) as unused:
-        model = recipe.load(dtype)
-    recipe.check_loaded(model, unused)
+    model = recipe.load(dtype, loaded_unread(unread))
     weights: dict[nn.Parameter, UnreadWeight] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in unread:
@@ -186,42 +184,25 @@ def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight]
             AbsentParameter.show(parameter, weights.pop(parameter)())
 
 
-class _MergedWeights(Mapping[str, Tensor]):
-    """The weights of a checkpoint, with adapters merged into them, by their names in the model. Each access reads the
-    checkpoint."""
+class _MergedWeights(SavedWeights):
+    """The weights of a checkpoint."""
 
     def __init__(self, model: Any, weights: Mapping[nn.Parameter, UnreadWeight], merges: PendingMerges) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        super().__init__({name: own for name, own in named if own in weights or own in merges}, merges)
         self._weights = weights
-        self._merges = merges
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter in weights or parameter in merges
-        }
-        self._last_merged: dict[nn.Parameter, Tensor] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self._parameters[name].dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._value(self._parameters[name])
+        weight = self._value(name)
         advance(weight.nbytes)
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """Iterate over the pieces of a flattened weight."""
-        parameter = self._parameters[name]
-        weight = self._weights.get(parameter)
-        if weight is None or parameter in self._merges or not weight.has_rows:
+        weight = self._with_rows(name)
+        if weight is None:
             yield self[name].reshape(-1)
             return
         num_rows = weight.form.shape[0]
@@ -232,25 +213,26 @@ class _MergedWeights(Mapping[str, Tensor]):
             advance(rows.nbytes)
 
     def rows(self, name: str, row: int | None) -> Tensor:
-        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
-        parameter = self._parameters[name]
-        weight = self._weights.get(parameter)
-        if weight is None or parameter in self._merges or not weight.has_rows:
-            rows = self._value(parameter)[row : row + 1]
-        else:
-            rows = weight.rows(row, row + 1)
+        weight = self._with_rows(name)
+        rows = self._value(name)[row : row + 1] if weight is None else weight.rows(row, row + 1)
         advance(rows.nbytes)
         return rows
 
-    def _value(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._merges:
-            return self._read(parameter)
-        if parameter not in self._last_merged:
-            self._last_merged.clear()  # frees their memory first
-            self._last_merged = self._merges.merged(parameter, lambda other: self._read(other).clone())
-        return self._last_merged[parameter]
+    def _with_rows(self, name: str) -> UnreadWeight | None:
+        """Return a weight whose rows are read one by one; None if it is read whole."""
+        parameter = self._parameters[name]
+        weight = self._weights.get(parameter)
+        is_merged = self._merges is not None and parameter in self._merges
+        return None if weight is None or is_merged or not weight.has_rows else weight
+
+    def _value(self, name: str) -> Tensor:
+        merged = self._merged(name)
+        return self._read(self._parameters[name]) if merged is None else merged
+
+    def _to_merge(self, parameter: nn.Parameter) -> Tensor:
+        return self._read(parameter).clone()
 
     def _read(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight, which may be a view of the file."""

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from hf_lohan.compat.transformers_conversions import tensors_replaced
-from hf_lohan.compat.transformers_private import build_from_config
+from hf_lohan.compat.transformers_conversions import sources_of_weights, tensors_replaced
+from hf_lohan.compat.transformers_private import build_from_config, groups_experts
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.engine import ParameterAccess, Tiers, check_equal_weights
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints, check_equal_configs
-from hf_lohan.huggingface.models.adapters import adapted_skeleton, finished, finished_skeleton
-from hf_lohan.huggingface.models.bitsandbytes_config import name_unpacked, quantized_as_asked
+from hf_lohan.huggingface.models.adapters import adding_adapters, finished, finished_skeleton
 from hf_lohan.huggingface.models.checkpoint_form import published_form, read_form
 from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint, read_model_config
 from hf_lohan.huggingface.models.quantized_checkpoints import (
-    check_dequantizes,
     check_safetensors,
     has_safetensors,
+    opened_tensors,
     quantization_of,
     refuse_other_methods,
 )
-from hf_lohan.huggingface.models.weight_sink import WeightSink, store_the_rest, stored_bytes, streamed_to
-from hf_lohan.huggingface.models.weightless_model import (
-    config_as_tied,
-    model_class_of,
-    planning_dtype,
-    ties_weights,
-    weightless_model,
-)
-from hf_lohan.huggingface.progress import long_work
+from hf_lohan.huggingface.models.weight_sink import WeightSink, store_the_rest, streamed_to
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links
@@ -45,6 +39,9 @@ from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
 
+_COMPARED_NUMEL = 4 << 20
+"""Elements of two tied tensors that are compared at once."""
+_NO_CODE: Mapping[str, Any] = MappingProxyType({})
 _PLACEMENT = ("device_map", "max_memory", "tp_plan", "tp_size", "distributed_config")
 
 
@@ -85,6 +82,8 @@ class ModelRecipe:
         ``stays_packed``: see `read_form`. Raises ValueError if there is no such checkpoint, or for a form that is not
         read. If the weights are packed, or all must be decoded, their files are downloaded.
         """
+        refuse_placement(arguments, "which offload streams to its device itself")
+        dtype = take_torch_dtype(arguments, dtype)
         self.settings = settings
         self._arguments, self._links, self._stays_packed = arguments, links, stays_packed
         self.checkpoint = Checkpoint.open(path, arguments)
@@ -109,11 +108,8 @@ class ModelRecipe:
         """Make `skeleton`, `names` and `settings`. ``compute_dtype``: that of the model if it is not the checkpoint's.
         Raises ValueError for a ``quantization_config`` or settings that cannot be combined with the checkpoint."""
         self._finish, self._is_trained = finish, is_trained
-        if self.form.is_decoded:
-            check_dequantizes(quantization_config)
-            quantization_config = None
         compute_dtype = compute_dtype or self.dtype
-        self.settings = quantized_as_asked(self.settings, quantization_config, compute_dtype)
+        self.settings = self.form.settings_asked(self.settings, quantization_config, compute_dtype)
         self._tie()
         # `finish` may change the model's size. Building changes the config's dtype, which a merge loads.
         if finish is not None or not self._stays_packed:
@@ -122,8 +118,6 @@ class ModelRecipe:
             self.skeleton = skeleton_of(self.model_class, self._own_config, self.dtype, self.checkpoint.code)
             self.names = {name: name for name, _ in self.skeleton.named_parameters()}
         self.form.fit(self.skeleton)
-        if quantization_config is not None and not self.form.is_packed:
-            name_unpacked(self.skeleton, self.settings.quantize)
         if finish is not None:
             with torch.device("meta"):
                 self.skeleton, self.names = finished_skeleton(self.skeleton, finish)
@@ -157,10 +151,7 @@ class ModelRecipe:
         sink = WeightSink(access, self.names, of_any_dtype=casts)
         # Masters are the products of codes and scales, before they are rounded.
         dtype = torch.float32 if self.form.is_decoded and casts and self.is_auto else self.dtype
-        total_bytes = stored_bytes(access, self.names.values())
-        with long_work(f"streaming {self.checkpoint.name}", total_bytes), streamed_to(sink) as unused:
-            model = self.load(dtype, sink)
-        self.check_loaded(model, unused)
+        model = self.load(dtype, streamed_to(sink, self.checkpoint.name), sink)
         return_freed_memory()
         if not self._is_trained:
             model.requires_grad_(False)
@@ -171,34 +162,36 @@ class ModelRecipe:
             return model
         return finished(model, self._finish, access, self.names, self._links)
 
-    def load(self, dtype: torch.dtype | str, sink: WeightSink | None = None) -> Any:
-        """Return the model that the class's `from_pretrained` makes. Weights that stay packed go to ``sink``."""
+    def load(
+        self,
+        dtype: torch.dtype | str,
+        taking: contextlib.AbstractContextManager[Mapping[str, int]],
+        sink: WeightSink | None = None,
+    ) -> Any:
+        """Return the model that the class's `from_pretrained` makes. ``taking`` takes its weights, and yields the bytes
+        of unused tensors by name. Weights that stay packed go to ``sink``. Logs a warning of unused tensors, and raises
+        ValueError if the checkpoint has no weight of the model."""
         checkpoint = self.checkpoint
         arguments = checkpoint.loading_arguments(self.model_class, self._arguments)
         as_formed = tensors_replaced(lambda tensors: self.form.replace_tensors(tensors, sink))
-        with as_formed, tensors_replaced(checkpoint.as_tied):
+        with taking as unused, as_formed, tensors_replaced(checkpoint.as_tied):
             model = self.model_class.from_pretrained(checkpoint.folder, config=self.config, dtype=dtype, **arguments)
         checkpoint.name_model(model)
-        return model
-
-    def check_loaded(self, model: Any, unused: Mapping[str, int]) -> None:
-        """Log a warning that names tensors of the checkpoint that are no weights of the model. ``unused``: their bytes.
-        Raises ValueError if the model has none of its weights from the checkpoint."""
         self.form.check_loaded(model, unused)
         if unused and all(parameter.device.type != "meta" for parameter in model.parameters()):
             raise ValueError(
-                f"{self.checkpoint.name} has no weight of {type(model).__name__}, only others such as {min(unused)}; "
+                f"{checkpoint.name} has no weight of {type(model).__name__}, only others such as {min(unused)}; "
                 "give the class and the config of this checkpoint"
             )
         if unused:
+            of_what = times(len(unused), "tensor"), checkpoint.name, format_bytes(sum(unused.values()))
             logger.warning(
                 "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",
-                times(len(unused), "tensor"),
-                self.checkpoint.name,
-                format_bytes(sum(unused.values())),
+                *of_what,
                 type(model).__name__,
                 min(unused),
             )
+        return model
 
 
 def model_to_plan(
@@ -232,8 +225,22 @@ def model_to_plan(
 
         lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
         with torch.device("meta"):
-            model, _ = adapted_skeleton(model, lora)
+            model = adding_adapters(lora)(model)
     return model, dtype, settings
+
+
+def weightless_model(
+    config: Any, dtype: torch.dtype | str = "auto", model_class: Any = None, code: Mapping[str, Any] = _NO_CODE
+) -> Any:
+    """Build the model of a config on meta, with grouped experts as in training. The default of ``model_class`` is
+    `model_class_of`. ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a model that cannot be
+    built or trained."""
+    model_class = model_class or model_class_of(config, code)
+    with torch.device("meta"):
+        model = build_from_config(model_class, config, planning_dtype(config, dtype), code)
+    if groups_experts(model):
+        model.set_experts_implementation("grouped_mm")  # other implementations need the values of the routing
+    return model
 
 
 def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype, code: Mapping[str, Any]) -> Any:
@@ -280,3 +287,106 @@ def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) ->
     if not isinstance(resolved, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'auto', 'float32' or 'bfloat16'")
     return resolved
+
+
+def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:
+    """Return the working dtype to plan for. "auto" is float32 if the config has float32, and bfloat16 for all other
+    configs. Raises ValueError for a dtype that cannot be trained."""
+    if dtype == "auto":
+        name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return torch.float32 if name == "float32" else torch.bfloat16
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype={str(dtype)!r} cannot be trained; use auto, bfloat16 or float32")
+    assert isinstance(resolved, torch.dtype)
+    return resolved
+
+
+def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
+    """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
+    none, or one without a head. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has
+    precedence, and the auto class that loads it is returned. Logs a warning if the class does not exist."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    references = (getattr(config, "auto_map", None) or {}) if code.get("trust_remote_code") else {}
+    for auto_class, reference in references.items():
+        if str(reference).rpartition(".")[2] == name and hasattr(transformers, auto_class):
+            return getattr(transformers, auto_class)
+    own = getattr(transformers, name, None)
+    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
+        auto_class = transformers.AutoModelForCausalLM
+        is_headless = name.endswith("Model") and name in MODEL_MAPPING_NAMES.values()
+        return auto_class if is_headless and type(config) in auto_class._model_mapping else own
+    if name:
+        logger.warning(
+            "the checkpoint's config names the class %s, which transformers %s does not have; AutoModelForCausalLM "
+            "chooses one by the model type %r",
+            name,
+            transformers.__version__,
+            config.model_type,
+        )
+    return transformers.AutoModelForCausalLM
+
+
+def config_as_tied(
+    folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
+) -> tuple[Any, dict[str, str | None]]:
+    """Return the config, and the names under which tensors of a checkpoint are loaded if these are others.
+
+    A checkpoint may have a weight that its model ties, such as ``lm_head.weight``. Alone it is loaded as the weight to
+    which it is tied. If that weight is there too and is equal in ``dtype``, it is not loaded (None). If they differ,
+    the returned config does not tie, because `from_pretrained` keeps both. ``build`` makes a model of a config.
+    Raises ValueError if weights differ that the model's class always ties.
+    """
+
+    def tied_by(config: Any) -> tuple[Any, Mapping[str, str]]:
+        with torch.device("meta"):
+            model = build(copy.deepcopy(config))
+        return model, model.all_tied_weights_keys
+
+    model, tied_weights = tied_by(config)
+    with opened_tensors(Path(folder)) as tensors:
+        sources = sources_of_weights(model, list(tensors))
+        renamed: dict[str, str | None] = {}
+        for tied, first in tied_weights.items():
+            names, others = ([name for unit in sources.get(one, ()) for name in unit] for one in (tied, first))
+            if len(names) != 1 or len(others) > 1 or names == others:
+                continue
+            if not others:
+                renamed[names[0]], sources[first] = first, sources[tied]
+                continue
+            if _are_equal(tensors[names[0]], tensors[others[0]], dtype):
+                renamed[names[0]] = None
+                continue
+            untied = copy.deepcopy(config)
+            untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+            if tied in tied_by(untied)[1]:
+                raise ValueError(
+                    f"{folder!r} has different values for {tied} and {first}, which {type(model).__name__} ties; use a "
+                    "checkpoint with one of them, or load the model in memory and pass it"
+                )
+            logger.warning(
+                "%s and %s have different values in %s, so they are not tied; set tie_word_embeddings to false in "
+                "its config",
+                tied,
+                first,
+                folder,
+            )
+            config = untied
+    return config, renamed
+
+
+def ties_weights(config: Any) -> bool:
+    """Return whether a config ties the head to the embeddings."""
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+
+
+def _are_equal(tensor: Any, other: Any, dtype: torch.dtype) -> bool:
+    shape = tensor.get_shape()
+    if shape != other.get_shape():
+        return False
+    rows = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
+    pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
+    return all(torch.equal(tensor[piece].to(dtype), other[piece].to(dtype)) for piece in pieces)

@@ -11,13 +11,9 @@ from torch import nn
 from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints
-from hf_lohan.huggingface.models.adapters import (
-    load_adapters,
-    saved_adapters,
-    saves_adapters,
-)
+from hf_lohan.huggingface.models.adapters import load_adapters, saved_adapters, saves_adapters
 from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself, stream_state_dict
-from hf_lohan.huggingface.models.weight_sink import WeightSink, stored_bytes, streamed_to
+from hf_lohan.huggingface.models.weight_sink import WeightSink, streamed_to
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.model import has_adapters, kept_in_float32
 
@@ -48,8 +44,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
         expected = {part.name for part in engine.parameter_slices if part.trainable and part.parameter not in written}
     else:
         sink = WeightSink(engine.parameters)
-        total_bytes = stored_bytes(engine.parameters, engine.parameters.parts)
-        with long_work(f"streaming {path}", total_bytes), streamed_to(sink):
+        with streamed_to(sink, str(path)):
             loaded = type(model).from_pretrained(path, dtype=_dtype_to_reload(engine, model))
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
@@ -72,7 +67,7 @@ def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path)
     check_equal_checkpoints(path, engine.links)
     access = engine.parameters
     sink = WeightSink(access, _stored_names(engine, model))
-    with long_work(f"streaming {path}", stored_bytes(access, access.parts)):
+    with long_work(f"streaming {path}", sink.total_bytes):
         copy_buffers(model, stream_state_dict(path, sink))
     _end_reload(engine, path, set(access.parts), sink)
 

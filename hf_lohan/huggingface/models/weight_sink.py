@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 from hf_lohan.compat.transformers_conversions import loaded_in_rows
 from hf_lohan.compat.transformers_private import is_loaded, mark_loaded
 from hf_lohan.engine import ParameterAccess
-from hf_lohan.huggingface.progress import advance
+from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.threads import return_freed_memory
 
 _RETURNED_AFTER_BYTES = 256 << 20
@@ -38,6 +38,13 @@ class WeightSink:
         self._of_any_dtype = of_any_dtype
         self._freed_bytes = 0
         """Bytes of stored weights, which transformers frees, since freed memory was last returned."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all weights that may be written."""
+        names = self._access.parts if self._names is None else set(self._names.values())
+        parts = [pair for name in names for pair in self._access.parts[name]]
+        return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
     def store_weight(self, name: str, weight: Tensor) -> bool:
         """Write a weight. Returns False if the store has no weight of this name. Raises ValueError for a wrong shape or
@@ -111,7 +118,7 @@ class WeightSink:
 
 
 @contextlib.contextmanager
-def streamed_to(sink: WeightSink) -> Iterator[dict[str, int]]:
+def streamed_to(sink: WeightSink, name: str) -> Iterator[dict[str, int]]:
     """In this context, pass every weight that transformers has loaded, renamed, fused and cast to `sink`, and put a
     meta parameter in its place. Large weights arrive a few rows at a time. Other weights arrive whole, through torch's
     registration hooks. Yields the dict of unused tensors of `loaded_in_rows`."""
@@ -142,17 +149,12 @@ def streamed_to(sink: WeightSink) -> Iterator[dict[str, int]]:
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
-        with loaded_in_rows(sink.store_rows, sink.most_bytes) as unused:
+        rows = loaded_in_rows(sink.store_rows, sink.most_bytes)
+        with long_work(f"streaming {name}", sink.total_bytes), rows as unused:
             yield unused
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
-    """Return the bytes of these parameters in the store."""
-    parts = [pair for name in names for pair in access.parts[name]]
-    return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
 def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:

@@ -26,8 +26,7 @@ from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
 from hf_lohan.huggingface.models import recipe
-from hf_lohan.huggingface.models.recipe import ModelRecipe
-from hf_lohan.huggingface.models.weightless_model import weightless_model
+from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import bytes_per_token, lay_out

@@ -21,8 +21,8 @@ from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished
-from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli.application import app
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.models import merging
-from hf_lohan.huggingface.offloading import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -12,14 +12,7 @@ import torch
 import transformers
 from equal_tensors import tensors_in
 from packaging.version import Version
-from quantized_folders import (
-    KINDS,
-    compressed_folder,
-    dequantized,
-    fp8_folder,
-    write_files,
-    write_quantized,
-)
+from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder, write_files, write_quantized
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

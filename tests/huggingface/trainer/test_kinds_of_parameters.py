@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_lohan
-from hf_lohan.huggingface.offloading import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.testing.models import tiny_config, tiny_model, tiny_rows
 
 OFFLOAD = hf_lohan.OffloadConfig.load({"cpu_memory": "16MiB", "gpu_memory": "8MiB"})
