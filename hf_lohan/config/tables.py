@@ -197,25 +197,22 @@ class Switches(SettingTable):
     NAME = "switches"
 
     schedule: Schedule = setting("optimized", choice(Schedule))
-    """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
-    after that write; both run during backward. "serial" updates only after backward."""
+    """"optimized" reads a chunk of optimizer states before it writes the previous one; "naive" reads it after that
+    write; both run during backward. "serial" updates only after backward."""
 
     clip: Clip = setting(AUTO, choice(Clip))
-    """How updates wait for the norm of `max_grad_norm`: "defer" updates when the norm is known, during the next
-    forward; "speculate" updates in backward, and repeats the update if the norm clips, which writes twice; "auto"
-    chooses the way that was measured to be faster, and speculates only while at most one of eight steps clips."""
+    """How updates wait for the norm of `max_grad_norm`: "defer" updates during the next forward; "speculate" updates in
+    backward, and again if the norm clips; "auto" measures both."""
 
     solver: Solver = setting(AUTO, choice(Solver))
-    """How the plan for `activations: auto` is found. "algorithm_1" is LoHan's, by the sum of lanes. "migration" books
-    the time of lanes, as TeraIO does, and needs one rank. "auto" is "algorithm_1", and `lohan plan` also simulates the
-    plans of the others. The solver changes no number."""
+    """How the plan for `activations: auto` is found: "algorithm_1" by the sum of lanes, "migration" by their booked
+    time, as TeraIO does, with one rank. "auto" is "algorithm_1"."""
 
     resident_records: ResidentRecords = setting(AUTO, choice(ResidentRecords))
-    """Which records have a copy in host memory, so that they are not read from the SSD: "auto" copies as many as fit
-    `cpu_memory`, those that are read most often first; "none" reads all records from the SSD."""
+    """Records with a copy in host memory: as many as fit `cpu_memory`, most read first, or none."""
 
     io_threads: int | Literal["auto"] = setting(AUTO, partial(check_count, most=_MAX_IO_THREADS))
     """Threads that read and write the store; "auto" is one for each CPU, at least 2 and at most 8."""
 
     io_piece_bytes: int | Literal["auto"] = setting(AUTO, check_piece_size)
-    """Bytes that one system call reads or writes, a multiple of 4096; "auto" is 8 MiB."""
+    """Bytes that one system call reads or writes; "auto" is 8 MiB."""
