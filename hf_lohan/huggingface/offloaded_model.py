@@ -28,7 +28,7 @@ from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.engine import OffloadEngine, OutOfMemoryAdvice
 from hf_lohan.experts import StreamedExperts, run_experts
 from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, needs_all_kept, refuse_allocation
+from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, refuse_allocation
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.ranks import generate_together
@@ -167,7 +167,7 @@ def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> Reso
     """Return the configuration, with `activations: keep` and a message if the model's layers cannot be recomputed."""
     if config.activations == "keep":
         return config
-    if needs_all_kept(model):
+    if _has_learned_prefixes(model):
         logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
         return config.with_all_activations_kept()
     if _can_recompute(model):
@@ -179,6 +179,13 @@ def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> Reso
         config.activations,
     )
     return config.with_all_activations_kept()
+
+
+def _has_learned_prefixes(model: Any) -> bool:
+    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
+    recomputed layers."""
+    configs = getattr(model, "peft_config", {})
+    return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
 
 
 def _can_recompute(model: nn.Module) -> bool:
