@@ -18,7 +18,7 @@ from hf_lohan.activations import chunked_head_of
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.engine import (
     EngineEvents,
@@ -33,7 +33,7 @@ from hf_lohan.engine import (
 from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.huggingface.equal_runs import check_equal_configs
 from hf_lohan.huggingface.local_run import LocalRun
-from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config, needs_all_kept
+from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config
 from hf_lohan.huggingface.models.recipe import ModelRecipe
 from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
 from hf_lohan.huggingface.offloaded_model import (
@@ -181,17 +181,13 @@ def from_pretrained(
         return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, settings).model
 
 
-def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
+def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> OffloadEngine:
     """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
     recomputes activations as configured."""
     _tell_what_is_slow(model, layout, config, tiers.device)
     check_rank_model(model, tiers.links.ranks)
-    if config.sequence_ranks > 1:
+    if config.ranks.per_row > 1:
         check_model_of_rows(model)
-    config = replace(config, trace=tiers.device.timeline.is_tracing)
-    if config.activations != "keep" and needs_all_kept(model):
-        logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
-        config = config.with_all_activations_kept()
     is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
     steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config))
@@ -218,7 +214,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     return engine
 
 
-def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: OffloadConfig, device: Device) -> None:
+def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: ResolvedConfig, device: Device) -> None:
     if config.embedding == "rows" and layout.model_blocks.table is None:
         logger.info("embedding: whole, because %s", why_whole(model))
     computes_bfloat16 = device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_lohan.checkpoint.generations import RunStores
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device, default_torch_device, device_for
 from hf_lohan.engine import Tiers, open_tiers, wait_until_closed
 from hf_lohan.files import StoreInUseError
@@ -69,8 +69,8 @@ def settings_given(offload: Any) -> OffloadConfig:
 class LocalRun:
     """A run in this process. All ranks begin it, and call its methods, together."""
 
-    settings: OffloadConfig
-    """Without `auto`, and with the folders of this rank's store."""
+    settings: ResolvedConfig
+    """Resolved, and with the folders of this rank's store."""
     device: Device
     found: RunStores
     """The stores at the ssd paths."""
@@ -94,11 +94,12 @@ class LocalRun:
             device = device_for(torch_device or default_torch_device(), Timeline(is_tracing=is_tracing))
         links = links_to_other_ranks()
         settings, found = at_stores(settings, default_ssd_path, links)
+        settings = replace(settings, trace=device.timeline.is_tracing)
         return cls(resolved_here(settings, device, default_ssd_path, links), device, found, links)
 
     def fit(
-        self, model: nn.Module, settings: OffloadConfig, **how: Any
-    ) -> tuple[OffloadConfig, Callable[[Any], OffloadLayout]]:
+        self, model: nn.Module, settings: ResolvedConfig, **how: Any
+    ) -> tuple[ResolvedConfig, Callable[[Any], OffloadLayout]]:
         """Return the settings that a model, real or on meta, can follow, and the function that lays out this model and
         equal ones. ``how``: as for `lay_out`. Raises ValueError if the model cannot follow them."""
         settings = activations_kept_if_needed(model, settings)
@@ -115,7 +116,7 @@ class LocalRun:
 
     @contextlib.contextmanager
     def tiers(
-        self, layout: OffloadLayout, settings: OffloadConfig, *, is_beside_others: bool = False
+        self, layout: OffloadLayout, settings: ResolvedConfig, *, is_beside_others: bool = False
     ) -> Iterator[Tiers]:
         """Open the tiers, and set up threads and memory. An error in this context closes the tiers.
 
@@ -134,8 +135,7 @@ class LocalRun:
             raise
         _launch.has_offloaded = True
 
-    def _open_or_take_over(self, layout: OffloadLayout, settings: OffloadConfig) -> Tiers:
-        assert isinstance(settings.cpu_threads, int) and settings.ssd != "auto"
+    def _open_or_take_over(self, layout: OffloadLayout, settings: ResolvedConfig) -> Tiers:
         folders = {os.path.realpath(ssd.path) for ssd in settings.ssd}
         if self.links.ranks.others:  # ranks have no common order of loads for the blocks of two models
             for engine in open_engines():
@@ -162,15 +162,15 @@ class LocalRun:
             return open_tiers(layout, settings, self.device, self.links)
 
 
-def _check_experts(layout: OffloadLayout, config: OffloadConfig) -> None:
+def _check_experts(layout: OffloadLayout, config: ResolvedConfig) -> None:
     """Raise ValueError for settings that cannot be combined with experts that stream one by one."""
-    if layout.model_blocks.experts and config.chunked_layers not in (False, "auto"):
+    if layout.model_blocks.experts and config.chunks.layers not in (False, "auto"):
         raise ValueError(
-            f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
-            "stream one by one; set chunked_layers: false, or experts: with_layer"
+            f"chunks.layers: {config.chunks.layers} would load each expert again for every chunk, because experts "
+            "stream one by one; set chunks.layers: false, or experts: with_layer"
         )
-    if layout.model_blocks.experts and config.sequence_ranks > 1:
+    if layout.model_blocks.experts and config.ranks.per_row > 1:
         raise ValueError(
-            f"sequence_ranks: {config.sequence_ranks} divides the tokens of rows among ranks, and the experts of this "
-            "model stream one by one; set experts: with_layer, or leave sequence_ranks out"
+            f"ranks.per_row: {config.ranks.per_row} divides the tokens of rows among ranks, and the experts of this "
+            "model stream one by one; set experts: with_layer, or leave ranks.per_row out"
         )

@@ -24,7 +24,7 @@ from hf_lohan.compat.transformers_private import (
     run_experts_by,
     run_layers_by,
 )
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.engine import OffloadEngine, OutOfMemoryAdvice
 from hf_lohan.experts import StreamedExperts, run_experts
 from hf_lohan.huggingface.attention import run_layers_in_chunks
@@ -170,9 +170,14 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     enable_checkpointing(model)
 
 
-def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration. If the model's class cannot recompute its layers, set `activations: keep` and warn."""
-    if config.activations == "keep" or _can_recompute(model):
+def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration, with `activations: keep` and a message if the model's layers cannot be recomputed."""
+    if config.activations == "keep":
+        return config
+    if _has_learned_prefixes(model):
+        logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
+        return config.with_all_activations_kept()
+    if _can_recompute(model):
         return config
     logger.warning(
         "%s cannot recompute its layers (see its supports_gradient_checkpointing), so activations: %s is changed to "
@@ -181,6 +186,13 @@ def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> Offlo
         config.activations,
     )
     return config.with_all_activations_kept()
+
+
+def _has_learned_prefixes(model: Any) -> bool:
+    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
+    recomputed layers."""
+    configs = getattr(model, "peft_config", {})
+    return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
 
 
 def _can_recompute(model: nn.Module) -> bool:
@@ -200,17 +212,17 @@ def enable_checkpointing(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def refuse_chunks(model: Any, config: OffloadConfig) -> None:
-    """Raise ValueError if `chunked_loss` is true and the head cannot compute logits in chunks."""
-    chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
+def refuse_chunks(model: Any, config: ResolvedConfig) -> None:
+    """Raise ValueError if `chunks.loss` is true and the head cannot compute logits in chunks."""
+    chunked_loss = chunked_loss_of(config) if config.chunks.loss is True else None
     if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         kind = "no module" if head is None else type(head).__name__
         if head is not None and has_foreign_forward(head):
             kind += " with a replaced forward"
         raise ValueError(
-            f"chunked_loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
-            "set chunked_loss: auto or false"
+            f"chunks.loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
+            "set chunks.loss: auto or false"
         )
 
 

@@ -170,7 +170,7 @@ class Case:
         settings = {
             "cpu_memory": "12MiB",
             "gpu_memory": "6MiB",
-            "resident_records": "none",
+            "_resident_records": "none",
             "commit_every": 1,
             "activations": "auto",
         }
@@ -181,7 +181,7 @@ class Case:
 def engine_with(case: Case, solver: str, folder: Path, hardware: HardwareProfile) -> Iterator[OffloadEngine]:
     """Yield an engine that plans with a solver."""
     work = case.work
-    config = OffloadConfig.load({**work.settings, "solver": solver, "ssd": str(folder / "store")})
+    config = OffloadConfig.load({**work.settings, "_solver": solver, "ssd": str(folder / "store")})
     device = PacedDevice(link_bytes_per_s=case.link_bytes_per_s, flops_per_s=case.flops_per_s)
     model = work.model(device)
     keep_for_planner(hardware, model, config, device, work.options, folder)

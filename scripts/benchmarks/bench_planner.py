@@ -153,7 +153,7 @@ def main(
             results.append(
                 measure_shape(
                     shape,
-                    {**options.budgets, "clip": "defer"},
+                    {**options.budgets, "_clip": "defer"},
                     folder,
                     device=options.device,
                     num_turns=options.num_turns,

@@ -28,7 +28,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
-TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "io_threads": 2}
+TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "_io_threads": 2}
 
 
 def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute", **settings: Any) -> None:
@@ -222,7 +222,7 @@ from hf_lohan.hardware.direct_io import DirectIo
 hf_lohan.engine.tiers.open_direct_io = lambda *_: DirectIo(SlowBackend(1e-2))
 folder = sys.argv[1]
 model = tiny_model("llama").train()
-config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "ssd": folder})
+config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_io_threads": 2, "ssd": folder})
 engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
 optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
 model(**tiny_batch(seed=0)).loss.backward()

@@ -26,7 +26,7 @@ from transformers import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.annexes.resharding.command import reshard_stores
+from hf_lohan.annexes.resharding import reshard_stores
 from hf_lohan.cli.stores import verify_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
@@ -338,7 +338,7 @@ def test_the_store_and_what_is_read_shrink(tmp_path: Path) -> None:
     tiny_model("llama", **shape).save_pretrained(tmp_path / "base")
     sizes, read = {}, {}
     for quantize in ("none", "nf4"):
-        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "resident_records": "none", "prefetch_blocks": 1}
+        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "_resident_records": "none", "prefetch_blocks": 1}
         trainer = offloaded(tmp_path / quantize, tmp_path / "base", quantize, lora(), **budgets)
         trainer.train()
         engine = trainer.offload_engine

@@ -58,7 +58,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
         disable_tqdm=True,
     )
     settings = {"experts": experts, "gpu_memory": gpu_memory, "cpu_memory": "24MiB", "ssd": str(own / "drive")}
-    settings |= {"prefetch_blocks": 1, "resident_records": "none"}
+    settings |= {"prefetch_blocks": 1, "_resident_records": "none"}
     trainer = hf_lohan.Trainer(str(own / "checkpoint"), args, train_dataset=rows, offload=settings)
     route_to_the_first(trainer.model)
     trainer.train()

@@ -30,7 +30,7 @@ LR = 1e-2
 SETTINGS: dict[str, Any] = {
     "cpu_memory": "16MiB",
     "gpu_memory": "1MiB",
-    "io_threads": 1,
+    "_io_threads": 1,
     "prefetch_blocks": 1,
     "activations": "recompute",
     "experts": "streamed",

@@ -271,7 +271,7 @@ def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_guesses_of_ranks_whose_batches_differ(clip: str, max_norm: float, name: str, tmp_path: Path) -> None:
     stock = train_stock(ACCUMULATED[name], 2, max_norm)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, clip=clip)))
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, _clip=clip)))
 
 
 @pytest.mark.covering(1)

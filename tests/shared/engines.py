@@ -32,7 +32,7 @@ ConfigFactory = Callable[..., OffloadConfig]
 RANK_SETTINGS: dict[str, Any] = {
     "cpu_memory": "6MiB",
     "gpu_memory": "1MiB",
-    "io_threads": 1,
+    "_io_threads": 1,
     "prefetch_blocks": 1,
     "activations": "recompute",
     "experts": "with_layer",
@@ -79,8 +79,8 @@ def make_config(tmp_path: Path) -> ConfigFactory:
             "gpu_memory": "1MiB",
             "prefetch_blocks": 1,
             "experts": "with_layer",
-            "io_threads": 2,
-            "io_piece_bytes": 1 << 20,
+            "_io_threads": 2,
+            "_io_piece_bytes": 1 << 20,
         }
         return resolved(tmp_path / "store", **{**defaults, **settings})
 

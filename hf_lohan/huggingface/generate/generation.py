@@ -84,7 +84,9 @@ def load_for_generation(
         )
     run = LocalRun.begin(settings_given(offload), torch_device, default_ssd_path)
     arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-    settings = replace(run.settings, activations="keep", durability="checkpoint", chunked_loss=False)
+    settings = replace(
+        run.settings, activations="keep", durability="checkpoint", chunks=replace(run.settings.chunks, loss=False)
+    )
     recipe = ModelRecipe(path, arguments, settings, run.links, dtype=dtype, model_class=model_class)
     recipe.build(is_trained=False)
     settings, skeleton = recipe.settings, recipe.skeleton

@@ -334,13 +334,6 @@ def merge_through_store(
                 setattr(owner, name, functools.partial(merging.return_base, name, model, getattr(owner, name)))
 
 
-def needs_all_kept(model: Any) -> bool:
-    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
-    recomputed layers."""
-    configs = getattr(model, "peft_config", {})
-    return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
-
-
 class _Merging:
     """Merges and unmerges layers of PEFT."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, bytes_in_file, sources_of_weights
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     FUSED_EXPERTS,
     Encoded,
@@ -63,9 +63,9 @@ class CheckpointForm:
         self.path = Path(path)
         self.model_config = model_config
         """The model's config without `quantization_config`, so that transformers loads the weights as usual."""
-        self._asked: OffloadConfig | None = None
+        self._asked: ResolvedConfig | None = None
 
-    def settings_asked(self, config: OffloadConfig, asked: Any, dtype: torch.dtype) -> OffloadConfig:
+    def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
         """Return the settings with `quantize` as a ``quantization_config`` asks, which may be None, for a model that
         computes in ``dtype``. Raises ValueError if it cannot be honoured."""
         self._asked = None if asked is None else quantized_as_asked(config, asked, dtype)
@@ -76,7 +76,7 @@ class CheckpointForm:
         if self._asked is not None:
             name_unpacked(skeleton, self._asked.quantize)
 
-    def settings(self, config: OffloadConfig, dtype: torch.dtype, frozen: Collection[str]) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         """Return the settings with `quantize` as the checkpoint has it for the ``frozen`` parameters of a model that
         computes in ``dtype``. Raises ValueError if they cannot be combined. Of packed weights only scales are read."""
         return config
@@ -145,7 +145,7 @@ class _EncodedForm(CheckpointForm):
                             "decoded; download the checkpoint again"
                         )
 
-    def settings_asked(self, config: OffloadConfig, asked: Any, dtype: torch.dtype) -> OffloadConfig:
+    def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
         if asked is not None and not getattr(asked, "dequantize", False):
             raise ValueError(
                 f"the checkpoint is quantized already, and is decoded as it was published; leave out "
@@ -168,7 +168,7 @@ class _EncodedForm(CheckpointForm):
                     if of_unit is not None:
                         self._matrices[name] = of_unit
 
-    def settings(self, config: OffloadConfig, dtype: torch.dtype, frozen: Collection[str]) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         """Settings that ask for another form stay as they are. Weights are then decoded, and packed anew."""
         weights = tuple((name, self._matrices[name]) for name in frozen if name in self._matrices)
         if config.quantize.method != "auto" or not weights:
@@ -303,7 +303,7 @@ class _FourBitForm(CheckpointForm):
     def fit(self, skeleton: nn.Module) -> None:
         """The files say what is packed."""
 
-    def settings(self, config: OffloadConfig, dtype: torch.dtype, frozen: Collection[str]) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         """Raises ValueError if the settings ask for another form, or skip a packed module, and for scales that are
         missing, cut short or not finite."""
         self._dtype = dtype
@@ -464,7 +464,7 @@ class _NamedForm(CheckpointForm):
             if of_unit:
                 self._matrices[name] = of_unit
 
-    def settings(self, config: OffloadConfig, dtype: torch.dtype, frozen: Collection[str]) -> OffloadConfig:
+    def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
         asked = config.quantize.method
         if self._is_four_bit and asked not in ("auto", self._method):
             raise ValueError(

@@ -205,8 +205,10 @@ class Checkpoint:
     def _check_room(
         self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
     ) -> None:
-        assert config.ssd != "auto"
-        paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+        paths = [
+            StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None)
+            for ssd in config.ssd_paths(cache)
+        ]
         most_homes = 1 if config.durability == "checkpoint" else 2
         least_homes = 2 if config.durability == "step" else 1
         for num_homes in range(most_homes, least_homes - 1, -1):

@@ -18,6 +18,7 @@ from hf_lohan.absent import AbsentParameter
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
 from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread
 from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
 from hf_lohan.huggingface.models.hub import adapter_folder
 from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors
@@ -25,6 +26,7 @@ from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, ta
 from hf_lohan.huggingface.models.saving import SavedWeights, dtype_of_config, on_meta, save_weights
 from hf_lohan.huggingface.models.weight_sink import make_placeholders
 from hf_lohan.huggingface.progress import advance
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import Links
 
 _PIECE_BYTES = 32 << 20
@@ -73,9 +75,9 @@ def merge(
         )
     check_new_folder(output)
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
-    place = OffloadConfig.load({"ssd": str(target.parent)})
+    settings = resolved_here(OffloadConfig(), CpuDevice(), target.parent)
     recipe = ModelRecipe(
-        base, kwargs, place, Links.alone(), dtype=torch.float32, model_class=model_class, stays_packed=False
+        base, kwargs, settings, Links.alone(), dtype=torch.float32, model_class=model_class, stays_packed=False
     )
     recipe.build()
     check_safetensors(recipe.checkpoint.folder)

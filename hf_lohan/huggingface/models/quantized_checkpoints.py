@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.model import dtype_name
 from hf_lohan.model.packed_weights import is_named, is_transposed, linear_routers
 from hf_lohan.planner import Quantization
@@ -421,7 +421,7 @@ _FINDERS: Mapping[str, Callable[..., Encoded]] = {
 # `BitsAndBytesConfig` as an argument: weights that are packed while they are stored.
 
 
-def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.dtype) -> OffloadConfig:
+def quantized_as_asked(config: ResolvedConfig, asked: Any, compute_dtype: torch.dtype) -> ResolvedConfig:
     """The settings with `quantize` as a ``quantization_config`` asks. Modules that either of them skips are skipped.
 
     ``compute_dtype``: the dtype in which the model computes. Raises ValueError for a field that cannot be honoured, and

@@ -17,7 +17,7 @@ import torch
 
 from hf_lohan.compat.transformers_conversions import sources_of_weights, tensors_replaced
 from hf_lohan.compat.transformers_private import build_from_config, groups_experts
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.engine import ParameterAccess, Tiers, check_equal_weights
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints, check_equal_configs
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished, finished_skeleton
@@ -70,7 +70,7 @@ class ModelRecipe:
         self,
         path: str | Path,
         arguments: dict[str, Any],
-        settings: OffloadConfig,
+        settings: ResolvedConfig,
         links: Links,
         *,
         dtype: torch.dtype | str = "auto",
@@ -192,11 +192,11 @@ class ModelRecipe:
 def model_to_plan(
     path: str | Path,
     arguments: Mapping[str, Any],
-    settings: OffloadConfig,
+    settings: ResolvedConfig,
     *,
     dtype: torch.dtype | str = "auto",
     lora_rank: int | None = None,
-) -> tuple[Any, torch.dtype, OffloadConfig]:
+) -> tuple[Any, torch.dtype, ResolvedConfig]:
     """Return a model on meta, its dtype, and the settings that follow from its checkpoint, for a plan. Weights are not
     needed. With a ``lora_rank`` the model is frozen, and has adapters of that rank on all linear layers.
 

@@ -307,7 +307,7 @@ class OffloadTrainerMixin(
         is_launched_in_bf16 = take_launched_precision(args)
         check_arguments(args)
         check_model(model)
-        check_sequence_ranks(self._offload_config.sequence_ranks, ranks_here())
+        check_sequence_ranks(self._offload_config.ranks.per_row, ranks_here())
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
         optimizers = settings.get("optimizers") or (None, None)
         check_optimizers(model, optimizers, self.optimizer_cls_and_kwargs, self._offload_config)

@@ -106,7 +106,7 @@ def test_tokens_and_logits_equal_those_in_memory(
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     for ways in ((GREEDY, BEAMS), (SAMPLED,)):  # the second load uses the store and not the checkpoint
-        model = load(checkpoint, settings={"resident_records": "none"})
+        model = load(checkpoint, settings={"_resident_records": "none"})
         engine = engine_of(model)
         assert len(engine.layout.kept_layers) == 1 and bytes_per_token(engine.layout) > 0
         for settings in ways:
@@ -120,7 +120,7 @@ def test_tokens_and_logits_equal_those_in_memory(
 def test_rows_of_embeddings_generate_the_same(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
     checkpoint = checkpoint_of("llama")
     expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
-    engine = engine_of(model := load(checkpoint, settings={"embedding": "rows", "resident_records": "none"}))
+    engine = engine_of(model := load(checkpoint, settings={"embedding": "rows", "_resident_records": "none"}))
     assert torch.equal(generated(model, GREEDY).sequences, expected)
     assert engine.embedding_rows is not None
     of_prompt, of_token = 10, 2
@@ -197,7 +197,7 @@ def test_a_token_reads_only_layers_that_do_not_stay(
 ) -> None:
     layer_kib = 40
     gpu_memory = f"{330 + (kept - 1) * layer_kib}KiB"
-    model = load(checkpoint_of("llama"), settings={"resident_records": "none", "gpu_memory": gpu_memory})
+    model = load(checkpoint_of("llama"), settings={"_resident_records": "none", "gpu_memory": gpu_memory})
     engine = engine_of(model)
     num_streamed = 0 if kept >= NUM_LAYERS - 3 else NUM_LAYERS - kept
     assert bytes_per_token(engine.layout) == num_streamed * layer_kib * 1024
@@ -302,7 +302,7 @@ def test_streamed_experts_give_the_same_tokens(
     monkeypatch.setattr(Trust, "is_in_router", believes_routers)
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = load(checkpoint, settings={"resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
+    model = load(checkpoint, settings={"_resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
     engine = engine_of(model)
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
     assert engine.layout.plan.num_slots[SizeClass.EXPERT] < num_experts == 4 * NUM_LAYERS
@@ -336,7 +336,7 @@ def test_experts_in_ram_are_not_read(
 ) -> None:
     checkpoint = checkpoint_of("mixtral")
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "expert_cache": policy}
+    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "experts.cache": policy}
     model = load(checkpoint, settings=settings)
     engine = engine_of(model)
     layout, experts = engine.layout, [b for b in engine.layout.blocks if b.size_class is SizeClass.EXPERT]
