@@ -32,7 +32,7 @@ from hf_lohan.config import offload_of_environment
 from hf_lohan.device import default_torch_device
 from hf_lohan.huggingface.arguments import take_launched_precision
 from hf_lohan.huggingface.models.hub import read_model_config
-from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.models.recipe import model_class_of
 from hf_lohan.huggingface.optimizers import config_named_by_optim
 
 logger = logging.getLogger(__name__)

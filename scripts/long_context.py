@@ -52,7 +52,7 @@ def main(
         disable_tqdm=True,
         seed=0,
     )
-    offload = {"device_memory": device_memory, "cpu_memory": cpu_memory, "chunked_loss": True}
+    offload = {"device_memory": device_memory, "cpu_memory": cpu_memory, "chunks.loss": True}
     collator = transformers.default_data_collator  # all rows have the same length
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator, offload=offload)
     try:

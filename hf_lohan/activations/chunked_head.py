@@ -95,7 +95,7 @@ class Smoothing:
     def refusal(self) -> RuntimeError:
         return RuntimeError(
             f"label_smoothing_factor={self.epsilon} does not work in chunks, because this model computes its loss "
-            "in its own way; set chunked_loss: false"
+            "in its own way; set chunks.loss: false"
         )
 
 
@@ -190,12 +190,12 @@ class ChunkedHead:
         if not self.is_in_forward and torch.is_grad_enabled():
             raise RuntimeError(
                 "the loss of this training forward was computed in chunks, so its outputs.logits have no graph; set "
-                "chunked_loss: false, or read them in torch.no_grad()"
+                "chunks.loss: false, or read them in torch.no_grad()"
             )
         if pending.version != self._version():
             raise RuntimeError(
                 "outputs.logits were read after the head's weights had changed; read them before optimizer.step(), or "
-                "set chunked_loss: false"
+                "set chunks.loss: false"
             )
         logits = F.linear(pending.hidden, self._head.weight, self._head.bias)
         for operation in pending.operations:

@@ -228,8 +228,8 @@ class ChunkedLayer:
             reason = self._reasons[case]
         if hidden is None or reason is not None:
             raise ValueError(
-                f"sequence_ranks cannot divide the tokens of {type(self.layer).__name__} layers (such as {self.name}) "
-                f"among ranks, because each {reason}; leave sequence_ranks out"
+                f"ranks.per_row cannot divide the tokens of {type(self.layer).__name__} layers (such as {self.name}) "
+                f"among ranks, because each {reason}; leave ranks.per_row out"
             )
         return inputs, hidden, shared.cut(hidden.shape[0], self._chunk_tokens())
 

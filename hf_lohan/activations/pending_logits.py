@@ -90,7 +90,7 @@ class PendingLogits(Tensor):
         if self._has_views or self._pending.is_view or (self._logits is None and not torch.is_grad_enabled()):
             raise RuntimeError(
                 "the logits of a training forward were changed in place, through a view or without a graph; a chunked "
-                "loss does not support this; set chunked_loss: false"
+                "loss does not support this; set chunks.loss: false"
             )
 
     @classmethod

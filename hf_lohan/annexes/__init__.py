@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 __all__ = ["find_annex", "missing_for", "need_annex"]
@@ -16,7 +17,7 @@ __all__ = ["find_annex", "missing_for", "need_annex"]
 _SETTINGS: Mapping[str, Mapping[str, object]] = {
     "embedding_rows": {"embedding": "rows"},
     "gpu_direct": {"gpu_direct": True},
-    "studies": {"solver": "migration"},
+    "studies": {"switches.solver": "migration"},
 }
 """By annex, the values of settings that need it."""
 
@@ -46,7 +47,7 @@ def missing_for(settings: object) -> str | None:
         _missing(annex, f"{name}: {str(value).lower()}")
         for annex, values in _SETTINGS.items()
         for name, value in values.items()
-        if getattr(settings, name) == value and find_annex(annex) is None
+        if attrgetter(name)(settings) == value and find_annex(annex) is None
     )
     return next(needed, None)
 

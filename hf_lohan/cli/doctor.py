@@ -83,7 +83,6 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
     """
     device = device_for(default_torch_device())
     config = resolved_here(OffloadConfig.load(offload), device, str(STORE_FOLDER))
-    assert config.ssd != "auto"
     checks = machine_checks(examine_machine(config, device))
     for ssd in config.ssd:
         checks += path_checks(examine_path(ssd.path, ssd.capacity))

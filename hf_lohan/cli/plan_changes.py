@@ -73,10 +73,10 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
 
 
 def with_other_experts(planned: PlannedRun) -> PlannedRun | None:
-    """Return the plan with undivided experts if `expert_parallel: auto` divides them among ranks, and the reverse. None
+    """Return the plan with undivided experts if `experts.parallel: auto` divides them among ranks, or the reverse. None
     if the settings, the model or the budgets leave no choice."""
     config = planned.config
-    is_open = planned.plan.prediction.ranks is not None and config.expert_parallel == config.experts == "auto"
+    is_open = planned.plan.prediction.ranks is not None and config.experts.parallel == config.experts.load == "auto"
     if not (is_open and find_experts(planned.model)):
         return None
     request = replace(planned.request, expert_parallel="none" if divides_experts(planned.plan) else "world")
@@ -100,7 +100,7 @@ def _expert_facts(planned: PlannedRun) -> dict[str, Any]:
 
 def row_tokens(planned: PlannedRun) -> int:
     """Return the tokens of a whole row."""
-    own_tokens, num_sharing = planned.shape.sequence_length, planned.config.sequence_ranks
+    own_tokens, num_sharing = planned.shape.sequence_length, planned.config.ranks.per_row
     return (planned.request.sequence_length or own_tokens * num_sharing) if num_sharing > 1 else own_tokens
 
 

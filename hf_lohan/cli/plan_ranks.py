@@ -114,16 +114,16 @@ def between_gpus(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str |
     if links is None or ranks is None:
         return
     if plan.cluster.transport == "host":
-        yield f"Links between the GPUs of a node: {links.kind}. With transport: host nothing takes them."
+        yield f"Links between the GPUs of a node: {links.kind}. With ranks.transport: host nothing takes them."
         return
     moved = ranks.between_gpus
     yield (
         f"Links between the GPUs of a node: {links.kind}, {gb_per_s(links.bytes_per_s)} in each direction "
         f"({links.rate_is}). In a step each GPU gets {format_bytes(moved.h2d)} of weights from the others, and sends "
-        f"them {format_bytes(moved.d2h)} of gradients (transport: nccl)."
+        f"them {format_bytes(moved.d2h)} of gradients (ranks.transport: nccl)."
     )
     if hardware.gpus_share_links:
-        yield "They take the links between GPUs and RAM, too, so those have no less to carry than with transport: host."
+        yield "They take the links between GPUs and RAM, too, so those have no less to carry than without it."
 
 
 def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
@@ -253,7 +253,7 @@ def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSet
         if "owned" in loads:
             most = (
                 f"the experts of the most loaded rank have {loads['owned']:.2f} times the mean rows; with "
-                f"balance_experts the most loaded rank computes {loads['now']:.2f} times the mean"
+                f"experts.balance the most loaded rank computes {loads['now']:.2f} times the mean"
             )
         yield (
             f"By the rows that the run has counted, {most}, for which each layer waits. With lohan reshard --balance "
@@ -263,7 +263,7 @@ def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSet
 
 def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> dict[str, float] | None:
     """Return the rows of the most loaded rank over the mean, as the mean over layers: "now", and "balanced" by `lohan
-    reshard --balance`. If ranks compute rows for each other's experts (`balance_experts`), both count that, and "owned"
+    reshard --balance`. If ranks compute rows for each other's experts (`experts.balance`), both count that, and "owned"
     is the load now without it. None if ranks divide no experts, or no routing is known."""
     cluster = plan.cluster
     layers = [experts for experts in profile.experts if experts.chances]

@@ -288,10 +288,10 @@ def _length(planned: PlannedRun) -> Iterable[str]:
     """Yield sentences on sequences that do not fit whole, or that are longer than the model's positions."""
     chunk_tokens = planned.plan.chunk_tokens
     if chunk_tokens is not None:
-        yield f"A layer computes {chunk_tokens} tokens at a time (chunked_layers)."
-    if planned.config.sequence_ranks > 1:
+        yield f"A layer computes {chunk_tokens} tokens at a time (chunks.layers)."
+    if planned.config.ranks.per_row > 1:
         yield (
-            f"{planned.config.sequence_ranks} ranks share each row of {row_tokens(planned)} tokens (sequence_ranks). "
+            f"{planned.config.ranks.per_row} ranks share each row of {row_tokens(planned)} tokens (ranks.per_row). "
             "The plan counts the attention to all keys of a row, which are in RAM (shared keys) and on each GPU."
         )
     positions = positions_exceeded(planned)
@@ -451,10 +451,10 @@ def _other_experts(planned: PlannedRun) -> Iterable[str]:
     other_s = seconds(other.plan.prediction.step_s)
     would = f"a step would take {other_s}" if other.plan.fits else "the step would not fit"
     if divides_experts(planned.plan):
-        yield f"If each rank loaded all experts with their layers (expert_parallel: none), {would}."
+        yield f"If each rank loaded all experts with their layers (experts.parallel: none), {would}."
     else:
         yield (
-            "Each rank loads all experts with their layers. If each expert belonged to one rank (expert_parallel: "
+            "Each rank loads all experts with their layers. If each expert belonged to one rank (experts.parallel: "
             f"world), {would}."
         )
 

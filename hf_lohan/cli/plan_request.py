@@ -14,18 +14,15 @@ from torch import nn
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
 from hf_lohan.hardware.direct_io import uses_direct_io
-from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.attention import cuttable_layers
-from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
-from hf_lohan.huggingface.models.hub import read_model_config
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
-from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
+from hf_lohan.huggingface.models.recipe import model_to_plan
+from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
@@ -109,7 +106,7 @@ class PlanRequest:
             "rank of LoRA": self.lora_rank,
             "number of ranks": self.num_ranks,
             "number of nodes": self.num_nodes,
-            "number of sequence_ranks": self.sequence_ranks,
+            "number of ranks of a row": self.sequence_ranks,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -134,7 +131,7 @@ class PlannedRun(PlannedStep):
     dtype: torch.dtype
     model: nn.Module
     """The model, without weights."""
-    config: OffloadConfig
+    config: ResolvedConfig
     in_turn_because: str | None = None
     """Why accumulated micro-batches do not run together with `vertical_micro_batches: auto`."""
 
@@ -155,17 +152,17 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     if request.quantize is not None:
         asked = replace(asked, quantize=Quantization.parse(request.quantize))
     if request.expert_parallel is not None:
-        change: dict[str, Any] = {"expert_parallel": request.expert_parallel}
+        change: dict[str, Any] = {"experts.parallel": request.expert_parallel}
         if request.expert_parallel == "none":  # ranks own no experts, so there are none to balance
-            change["balance_experts"] = False
-        asked = OffloadConfig.load(asked.to_dict() | change)
+            change["experts.balance"] = False
+        asked = OffloadConfig.load(asked, **change)
     if request.transport is not None:
-        asked = OffloadConfig.load(asked.to_dict() | {"transport": request.transport})
+        asked = OffloadConfig.load(asked, **{"ranks.transport": request.transport})
     if request.sequence_ranks is not None:
-        asked = replace(asked, sequence_ranks=request.sequence_ranks)
-    check_sequence_ranks(asked.sequence_ranks, request.ranks)
+        asked = OffloadConfig.load(asked, **{"ranks.per_row": request.sequence_ranks})
+    check_sequence_ranks(asked.ranks.per_row, request.ranks)
     if request.paper:
-        asked = replace(asked, resident_records="none")
+        asked = OffloadConfig.load(asked, _resident_records="none")
     hardware, device = None, device_for(default_torch_device())
     host_bytes, device_bytes, memory_is_host = (
         available_host_memory_bytes(),
@@ -180,10 +177,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:
             ram = asked.cpu_memory
-            asked = replace(
+            asked = OffloadConfig.load(
                 asked,
                 cpu_memory=other.ram_factor * ram if isinstance(ram, int) else ram,
-                resident_records="auto",
+                _resident_records="auto",
             )
     ranks = request.ranks
     config = asked.resolve(
@@ -194,19 +191,17 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     )
     if request.hardware is not None and hardware is not None:
         hardware = _direct_if_asked(hardware, config, request.hardware)
-    code = {"trust_remote_code": request.trust_remote_code}
-    model_config = read_model_config(request.model, {"revision": request.revision, **code})
-    dtype = planning_dtype(model_config, request.dtype)
-    model = weightless_model(model_config, dtype, request.lora_rank, code=code)
-    published = quantization_of(model_config)
-    if published is not None and not published.get("load_in_4bit"):
-        refuse_other_methods(request.model, published)
-    if published is not None and (request.lora_rank is not None or published.get("load_in_4bit")):
-        base = weightless_model(model_config, dtype, code=code)
-        config = packed_as_published(request.model, model_config, base, config, dtype)
+    model, dtype, config = model_to_plan(
+        request.model,
+        {"revision": request.revision, "trust_remote_code": request.trust_remote_code},
+        config,
+        dtype=request.dtype,
+        lora_rank=request.lora_rank,
+    )
     ways = ways_asked_for(request.collectives)
     if ways is not None:  # memory is for the way that needs most
-        config = replace(config, collectives=max(ways, key=lambda way: way.within != "exact"))
+        widest = max(ways, key=lambda way: way.within != "exact")
+        config = replace(config, ranks=replace(config.ranks, collectives=widest))
     config = activations_kept_if_needed(model, config)
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:
@@ -214,7 +209,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     in_turn_because = why_not_together(model) if micro_batches.run_together is None else None
     shape = StepShape(
         request.batch_size,
-        tokens_of_rank(request.sequence_length or _sequence_length_of(model_config), config.sequence_ranks),
+        tokens_of_rank(request.sequence_length or _sequence_length_of(model.config), config.ranks.per_row),
         num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
         num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
@@ -262,7 +257,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ways=ways,
         chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
         # Changes of a run are compared by the sum of lanes.
-        simulates="none" if other is not None else "all" if config.solver == "auto" else "own",
+        simulates="none" if other is not None else "all" if config.switches.solver == "auto" else "own",
     )
     return PlannedRun(
         **vars(planned),
@@ -308,7 +303,7 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
     division of RAM."""
     chunks = None if planned.layout.model_blocks.experts else _cuttable(planned.model, planned.layout)
-    shared = planned.config.sequence_ranks
+    shared = planned.config.ranks.per_row
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
 
     def plan(length: int) -> PlannedStep:
@@ -322,7 +317,7 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
             durability=planned.setup.durability,
             fused_attention=not planned.hardware.device.shares_cpu,
             chunks=chunks,
-            chunk_tokens=_SMALL_CHUNK if planned.config.chunked_layers == "auto" else None,
+            chunk_tokens=_SMALL_CHUNK if planned.config.chunks.layers == "auto" else None,
             simulates="none",
             is_trial=True,
         )
@@ -341,17 +336,17 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
 
 _SMALL_CHUNK = 1024
 """Smaller chunks hardly make longer rows fit."""
-_longest_rows: dict[tuple[PlanRequest, HardwareProfile, OffloadConfig], LongestRow] = {}
+_longest_rows: dict[tuple[PlanRequest, HardwareProfile, ResolvedConfig], LongestRow] = {}
 """Of the runs that this process has planned."""
 
 
 def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
     """Return the plan of an epoch of rows with these lengths, for the run that was planned for the longest."""
     request = planned.request
-    if planned.config.sequence_ranks > 1:
+    if planned.config.ranks.per_row > 1:
         raise ValueError(
-            f"--lengths plans rows of one rank each, and sequence_ranks is {planned.config.sequence_ranks}; plan one "
-            "length with --seq-len, or leave sequence_ranks out"
+            f"--lengths plans rows of one rank each, and ranks.per_row is {planned.config.ranks.per_row}; plan one "
+            "length with --seq-len, or leave ranks.per_row out"
         )
 
     def plan(length: int) -> PlannedStep:
@@ -381,7 +376,7 @@ def _sequence_length_of(config: Any) -> int:
     return min(_DEFAULT_SEQUENCE_LENGTH, positions) if isinstance(positions, int) else _DEFAULT_SEQUENCE_LENGTH
 
 
-def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype: torch.dtype) -> HardwareProfile:
+def _measured(config: ResolvedConfig, device: Device, traced: TracedModel, dtype: torch.dtype) -> HardwareProfile:
     if not traced.matrix_shapes:
         raise BudgetError("the model multiplies no matrices, so this machine cannot be measured with it")
     with long_work("measuring this machine, if it is new"):
@@ -391,7 +386,7 @@ def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype:
         return replace(hardware, device=replace(hardware.device, moves_files=uses_direct_io(config, device)))
 
 
-def _direct_if_asked(hardware: HardwareProfile, config: OffloadConfig, path: str) -> HardwareProfile:
+def _direct_if_asked(hardware: HardwareProfile, config: ResolvedConfig, path: str) -> HardwareProfile:
     """Return the profile at ``path`` with GPUDirect Storage if it has it and the configuration allows it."""
     if config.gpu_direct is True and not hardware.device.moves_files:
         raise ValueError(

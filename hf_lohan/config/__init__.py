@@ -1,21 +1,22 @@
 """The user's settings: budgets, SSD paths and a few switches.
 
-`OffloadConfig` is one frozen dataclass, made from a YAML file, a dict, the word "lohan" or keywords. `values` checks
-every value. The error for a misspelt key suggests the nearest known key. `resolve` replaces every "auto" by a value for
-this machine. The room does not import torch and does not inspect the machine.
+`OffloadConfig` is one frozen dataclass, made from a YAML file, a dict, the word "lohan" or keywords. A field declares a
+setting: its name, type, default, check (`values`) and documentation. Settings that belong together are a table
+(`tables`). The errors for a misspelt and for a former name say the right one. `resolve` replaces every "auto" that
+depends on the machine, and returns a `ResolvedConfig`. The room does not import torch and does not inspect the machine.
 """
 
 from hf_lohan.config.offload_config import (
     ALL_AUTO,
     FITS_OR_NOT,
     OFFLOAD_VARIABLE,
-    ExpertCachePolicy,
     OffloadConfig,
-    Schedule,
+    ResolvedConfig,
     offload_of_environment,
     setting_rows,
 )
-from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
+from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, Schedule
+from hf_lohan.config.values import AUTO, ConfigError, SsdPath, check_ssd, interval_s, parse_bytes
 from hf_lohan.planner.collectives import Collectives
 from hf_lohan.planner.offload_plan import Activations
 
@@ -28,12 +29,14 @@ __all__ = [
     "Collectives",
     "ConfigError",
     "ExpertCachePolicy",
+    "LoadExperts",
     "OffloadConfig",
+    "ResolvedConfig",
     "Schedule",
     "SsdPath",
+    "check_ssd",
     "interval_s",
     "offload_of_environment",
     "parse_bytes",
     "setting_rows",
-    "ssd_paths",
 ]

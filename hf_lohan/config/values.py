@@ -268,8 +268,8 @@ class SsdPath:
         object.__setattr__(self, "capacity", check_size("ssd capacity", self.capacity))
 
 
-def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
-    """Convert the setting, a path or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays.
+def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
+    """Convert `ssd`, a path or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays.
 
     ``~`` and environment variables are expanded. Raises ConfigError, also for an unset variable or an unknown user.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.annexes import need_annex
-from hf_lohan.config import AUTO, ExpertCachePolicy, OffloadConfig
+from hf_lohan.config import AUTO, ExpertCachePolicy, ResolvedConfig
 from hf_lohan.device import BufferPool, CpuDevice, Event
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
@@ -99,13 +99,13 @@ def build_updates(
     model: nn.Module,
     layout: OffloadLayout,
     tiers: Tiers,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     ring: SlotRing,
     agreement: StepAgreement,
 ) -> UpdateParts:
     """Build the parts that update this process's store, with its gradients or with the averages over all ranks."""
     chunks = layout.chunks()
-    records = _up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
+    records = _up_to_date_records(tiers, layout, chunks, lazy_experts=config.experts.lazy)
     block_of = {part: block for block in layout.blocks for part in block.slices}
     groups = ParamGroups({part: block.master.rule for part, block in block_of.items()})
     step_counts: StepCounts = dict.fromkeys(block_of, 0)
@@ -117,7 +117,7 @@ def build_updates(
         group_of=groups.group_of,
         has_groups=groups.has_any,
         step_counts=step_counts,
-        schedule=config.schedule,
+        schedule=config.switches.schedule,
         holds_gradients=layout.holds_gradients,
         store=tiers.store,
         states=tiers.states,
@@ -146,7 +146,7 @@ def build_updates(
         interval=interval,
         decide=decide_alone if is_alone else agreed_decision(agreement, tiers.store, interval),
     )
-    clip_history = ClipHistory("defer", always=config.clip == "speculate")
+    clip_history = ClipHistory("defer", always=config.switches.clip == "speculate")
     step = StepTransaction(pipeline, clip_history, layout.blocks, ring, commits.keep_what_was_loaded)
     agreement.compare_settings(
         lambda: {
@@ -237,7 +237,7 @@ class Loaders:
 
 
 def build_loaders(
-    layout: OffloadLayout, tiers: Tiers, config: OffloadConfig, ring: SlotRing, updates: UpdateParts
+    layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig, ring: SlotRing, updates: UpdateParts
 ) -> Loaders:
     """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one. With
     several ranks each rank loads its own experts."""
@@ -245,16 +245,16 @@ def build_loaders(
     tiers.direct.register([slot.weights for slots in ring.slots.values() for slot in slots])
     places = _expert_places(layout, tiers, config)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, updates.pipeline)
-    experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
+    experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.experts.cache)
     return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers, places)
 
 
-def _expert_places(layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> ExpertPlaces:
+def _expert_places(layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> ExpertPlaces:
     lends = tiers.rank_memory is not None and tiers.rank_memory.experts is not None
-    if config.balance_experts not in (AUTO, False) and not lends:
+    if config.experts.balance not in (AUTO, False) and not lends:
         logger.info(
-            "balance_experts: %s has no effect here, because it is for training with several ranks on a machine",
-            config.balance_experts,
+            "experts.balance: %s has no effect here, because it is for training with several ranks on a machine",
+            config.experts.balance,
         )
     if tiers.rank_memory is None or not layout.model_blocks.experts:
         return AllHere()
@@ -263,8 +263,8 @@ def _expert_places(layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -
     if memory is None:
         return OneOwnerEach(tiers.links, exchange, tiers.device, owned)
     lending = Lending(tiers.links, memory.bytes, tiers.device)
-    assert isinstance(config.balance_experts, int)
-    return OneOwnerEach(tiers.links, exchange, tiers.device, owned, lending, least_rows=config.balance_experts)
+    assert isinstance(config.experts.balance, int)
+    return OneOwnerEach(tiers.links, exchange, tiers.device, owned, lending, least_rows=config.experts.balance)
 
 
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline: GradientPipeline) -> BlockLoader:
@@ -372,7 +372,7 @@ def build_plan(
     model: nn.Module,
     layout: OffloadLayout,
     tiers: Tiers,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     events: EngineEvents,
     updates: UpdateParts,
     loaders: Loaders,

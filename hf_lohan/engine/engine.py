@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.build import (
     build_embedding_rows,
@@ -54,7 +54,7 @@ class OffloadEngine:
         model: nn.Module,
         layout: OffloadLayout,
         tiers: Tiers,
-        config: OffloadConfig,
+        config: ResolvedConfig,
         events: EngineEvents | None = None,
         compute_expert: ComputeExpert | None = None,
     ) -> None:

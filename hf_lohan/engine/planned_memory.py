@@ -13,7 +13,7 @@ import torch
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
-from hf_lohan.config import AUTO, OffloadConfig
+from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
 from hf_lohan.device import BufferPool
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.tiers import Tiers
@@ -45,7 +45,7 @@ class PlannedMemory:
     def __init__(
         self,
         activations: ActivationTiers,
-        config: OffloadConfig,
+        config: ResolvedConfig,
         tiers: Tiers,
         layout: OffloadLayout,
         on_decided: Callable[[OffloadLayout], None] = lambda _layout: None,

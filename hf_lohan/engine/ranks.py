@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_lohan.config import Collectives, OffloadConfig
+from hf_lohan.config import Collectives, ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
 from hf_lohan.model import dtype_name
@@ -70,11 +70,11 @@ class LinkCodecs:
         self.gradients_within: MeasuredCodec | None = None
         ranks, within = links.ranks, collectives.within
         if ranks.num_ranks == 1 and collectives != Collectives():
-            logger.info("collectives=%s has no effect, because there is one rank", collectives.to_setting())
+            logger.info("ranks.collectives=%s has no effect, because there is one rank", collectives.to_setting())
             return
         if ranks.num_nodes == 1 and replace(collectives, within="exact") != Collectives():
             logger.info(
-                "collectives=%s has no effect between machines, because all ranks are on one machine",
+                "ranks.collectives=%s has no effect between machines, because all ranks are on one machine",
                 collectives.to_setting(),
             )
         if ranks.num_nodes > 1 and collectives.forward == "int8":
@@ -150,14 +150,17 @@ class LinkCodecs:
         return {"sent_bytes": sent, "coded": coded, "waited_s": waited_s}
 
 
-def check_equal_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
+def check_equal_layout(layout: OffloadLayout, config: ResolvedConfig, links: Links) -> None:
     """Raise RanksDisagreeError if a rank trains, stores or sends something else. All ranks call this together."""
     advice = "give all ranks the same settings, and the same model with the same weights frozen"
     check_equal("the model and its layout", partial(_layout_values, layout, config), links, advice)
 
 
-def _layout_values(layout: OffloadLayout, config: OffloadConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"collectives": config.collectives.to_setting(), "transport": config.transport}
+def _layout_values(layout: OffloadLayout, config: ResolvedConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "collectives": config.ranks.collectives.to_setting(),
+        "transport": config.ranks.transport,
+    }
     parts = [(block, part) for block in layout.blocks for part in block.slices]
     model = {
         part.name: f"{'trained' if part.trainable else 'frozen'}, {tuple(part.shape)} of {dtype_name(dtype)}"
@@ -174,7 +177,7 @@ def _layout_values(layout: OffloadLayout, config: OffloadConfig) -> dict[str, An
         "holds_gradients": layout.holds_gradients,
         "keeps_gradient_dtypes": layout.keeps_gradient_dtypes,
     }
-    if config.transport == "nccl" and layout.packs:
+    if config.ranks.transport == "nccl" and layout.packs:
         # Devices exchange packed weights in pieces of this size.
         memory["staging_buffer_bytes"] = layout.plan.staging_buffer_bytes
     return {**settings, **model, **memory, **places}
@@ -186,14 +189,14 @@ def check_equal_groups(groups: ParamGroups, links: Links) -> None:
     check_equal("the param groups", lambda: {**groups.values(), **groups.places()}, links, advice)
 
 
-def open_device_transport(config: OffloadConfig, device: Device, links: Links) -> DeviceLanes | None:
+def open_device_transport(config: ResolvedConfig, device: Device, links: Links) -> DeviceLanes | None:
     """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
     if ranks.num_ranks == 1:
         check_device_transport(ranks, config)
         return None
-    if config.transport != "nccl":
+    if config.ranks.transport != "nccl":
         return None
     identities = links.all_gather("the identities of devices", device.identity.encode())
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
@@ -209,21 +212,21 @@ def open_device_transport(config: OffloadConfig, device: Device, links: Links) -
         raise ValueError(f"NCCL does not connect the GPUs ({error}); set transport to host or auto") from error
     if ranks.rank == 0:
         logger.warning(
-            "transport: nccl sends weights and gradients from GPU to GPU of a machine, which has not been run on GPUs "
-            "yet; blocks that not all ranks load, and gradients that a step sums over several backwards, go through "
-            "the machine's RAM"
+            "ranks.transport: nccl sends weights and gradients from GPU to GPU of a machine, which has not been run on "
+            "GPUs yet; blocks that not all ranks load, and gradients that a step sums over several backwards, go "
+            "through the machine's RAM"
         )
     return transport
 
 
-def check_device_transport(ranks: Ranks, config: OffloadConfig, why_no_links: str = "") -> None:
+def check_device_transport(ranks: Ranks, config: ResolvedConfig, why_no_links: str = "") -> None:
     """Raise ValueError with the reason if the setting `transport` asks for what cannot be. ``why_no_links``: why the
     devices cannot send to each other; "" if they can."""
-    if config.transport != "nccl":
+    if config.ranks.transport != "nccl":
         return
     if ranks.num_ranks == 1:
         raise ValueError(
-            "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
+            "ranks.transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
             "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
         )
     if reason := why_not_served(ranks) or why_no_links:
@@ -231,7 +234,7 @@ def check_device_transport(ranks: Ranks, config: OffloadConfig, why_no_links: st
 
 
 def _refused_transport(reason: str) -> ValueError:
-    return ValueError(f"transport: 'nccl' cannot be used, because {reason}; set transport to host or auto")
+    return ValueError(f"ranks.transport: 'nccl' cannot be used, because {reason}; set transport to host or auto")
 
 
 def why_not_served(ranks: Ranks) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_lohan.activations.layer_runs import RowMemory
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.engine.ranks import (
     LinkCodecs,
@@ -58,7 +58,7 @@ class Tiers:
     transport: DeviceLanes | None = None
     """Sends weights between the devices of a node's ranks. None if they go through host memory."""
     row_memory: RowMemory | None = None
-    """Memory of the ranks that share rows (`sequence_ranks`). None if a rank has whole rows."""
+    """Memory of the ranks that share rows (`ranks.per_row`). None if a rank has whole rows."""
     paths_of_ranks: Sequence[Sequence[str]] = ()
     """The ssd paths of each rank, in the order of the settings."""
 
@@ -90,15 +90,14 @@ class Tiers:
         self.direct.close()
 
 
-def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
+def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, links: Links | None = None) -> Tiers:
     """Allocate the memory and open or create the model's store, whose records are zeros until they are loaded. The last
     commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError, and
     RanksDisagreeError if ranks have another model or other settings."""
     plan, links = layout.plan, links or Links.alone()
     check_equal_layout(layout, config, links)
-    codecs = LinkCodecs(config.collectives, links)
+    codecs = LinkCodecs(config.ranks.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
-    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     # What may refuse comes before anything is written.
     with contextlib.ExitStack() as cleanup:
         transport = open_device_transport(config, device, links)
@@ -157,7 +156,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             codecs,
             rank_memory,
             transport,
-            RowMemory(RowLinks(links, config.sequence_ranks), device) if config.sequence_ranks > 1 else None,
+            RowMemory(RowLinks(links, config.ranks.per_row), device) if config.ranks.per_row > 1 else None,
             [json.loads(of_rank) for of_rank in links.all_gather("the ssd paths of each rank", own_paths)],
         )
         cleanup.pop_all()

@@ -6,7 +6,7 @@ loaded. `routing` counts how many rows each expert gets.
 
 Experts have their own loader and thread (`expert_loader`), because the needed experts are known only after the router
 ran. `expert_schedule` returns the expert to load next, which is certain or predicted, and `next_expert` chooses the
-slot. For few tokens, `next_router` predicts the next layer's experts. Generation may use an `expert_cache` in RAM,
+slot. For few tokens, `next_router` predicts the next layer's experts. Generation may use an `experts.cache` in RAM,
 whose policy (`cache_policies`) decides which experts it keeps.
 
 With several ranks each expert belongs to one rank, which alone loads and updates it. `expert_ranks` sends the rows of a

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hf_lohan.annexes import find_annex
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import Device, DeviceHasher
 from hf_lohan.files import FileBackend
 
@@ -28,14 +28,14 @@ class DirectIo:
         """All files are closed."""
 
 
-def open_direct_io(config: OffloadConfig, device: Device) -> DirectIo:
+def open_direct_io(config: ResolvedConfig, device: Device) -> DirectIo:
     """Open what the resolved settings ask for. Raises ConfigError if `gpu_direct` is true and the machine cannot."""
     annex = find_annex("gpu_direct")
     opened: DirectIo | None = annex.open_direct_io(config, device) if annex is not None else None
     return opened or DirectIo()
 
 
-def uses_direct_io(config: OffloadConfig, device: Device) -> bool:
+def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
     """Return whether a run moves device memory to and from its files, as `open_direct_io` decides. A trial may be made
     for it."""
     annex = find_annex("gpu_direct")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import Device, GpuLink, LinkKind, available_host_memory_bytes, links_between_gpus
 from hf_lohan.hardware.direct_io import why_no_direct_io
 from hf_lohan.hardware.paths import text_of
@@ -136,10 +136,8 @@ class MachineFacts:
     cpu_memory: int
 
 
-def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
+def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
     """Collect the facts in a short time. ``config`` must be resolved."""
-    assert isinstance(config.cpu_threads, int) and isinstance(config.cpu_memory, int)
-    assert config.ssd != "auto"
     limits = container_limits()
     problem, rates = why_no_direct_io(device, [ssd.path for ssd in config.ssd])
     return MachineFacts(

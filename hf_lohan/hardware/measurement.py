@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.device import Device, available_host_memory_bytes
 from hf_lohan.files import SECTOR_BYTES, StorePath
 from hf_lohan.files.directories import resolve_capacities
@@ -47,9 +47,8 @@ class MeasuringEffort:
     activation_bytes: int = 32 * _MIB
     update_numel: int = 2 * _MIB
 
-    def within(self, config: OffloadConfig) -> MeasuringEffort:
+    def within(self, config: ResolvedConfig) -> MeasuringEffort:
         """Return this effort, with its memory reduced to the config's budgets if necessary."""
-        assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
         host_bytes, device_bytes = config.cpu_memory // SECTOR_BYTES, config.gpu_memory // SECTOR_BYTES
         return replace(
             self,
@@ -62,7 +61,7 @@ class MeasuringEffort:
 
 
 def measure_hardware(
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     *,
     matrix_shapes: Sequence[MatrixShape],
@@ -77,9 +76,6 @@ def measure_hardware(
     run's random numbers. Takes about `effort.budget_s` (5 seconds by default). Raises CapacityError or StorageError if
     a path cannot be measured, and ValueError for no shapes or a dtype that cannot be trained.
     """
-    assert config.is_resolved, "resolve the config first"
-    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
-    assert isinstance(config.cpu_threads, int)
     effort = (effort or MeasuringEffort()).within(config)
     budget_s, paths = effort.budget_s, store_paths(config)
     device_memory_bytes = device.total_memory_bytes()  # measuring takes some of it
@@ -137,7 +133,7 @@ def measure_hardware(
 
 def measure_computing(
     profile: HardwareProfile,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     *,
     matrix_shapes: Sequence[MatrixShape],
@@ -181,7 +177,7 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: Device) -> HardwareProfile:
+def with_present_room(profile: HardwareProfile, config: ResolvedConfig, device: Device) -> HardwareProfile:
     """Return the profile with the present free memory and disk space, and the present settings of the allocator."""
     return replace(
         profile,
@@ -194,17 +190,15 @@ def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: D
     )
 
 
-def store_paths(config: OffloadConfig) -> tuple[StorePath, ...]:
+def store_paths(config: ResolvedConfig) -> tuple[StorePath, ...]:
     """Return the paths of a resolved config. The capacity "auto" becomes the free space plus the size of a store in the
     path."""
-    assert config.ssd != "auto"
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     return resolve_capacities(paths, DATA_NAMES)
 
 
 @contextmanager
-def _run_threads(config: OffloadConfig) -> Iterator[None]:
-    assert isinstance(config.cpu_threads, int)
+def _run_threads(config: ResolvedConfig) -> Iterator[None]:
     before = torch.get_num_threads()
     set_compute_threads(config.cpu_threads)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.config.values import read_yaml
 from hf_lohan.device import Device
 from hf_lohan.files import CapacityError, replace_durably
@@ -55,7 +55,7 @@ def write_hardware(path: str | os.PathLike[str], profile: HardwareProfile) -> No
 
 
 def cached_hardware(
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     *,
     matrix_shapes: Sequence[MatrixShape],
@@ -90,7 +90,7 @@ def cached_hardware(
 
 
 def has_cached_hardware(
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     *,
     matrix_shapes: Sequence[MatrixShape],
@@ -114,7 +114,7 @@ def cache_directory() -> str:
 
 
 def _key(
-    config: OffloadConfig,
+    config: ResolvedConfig,
     device: Device,
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from hf_lohan.checkpoint.resume_point import last_step
     from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
     from hf_lohan.huggingface.arguments import LohanArguments, TrainingArguments
-    from hf_lohan.huggingface.attachment import engine_of, offload_model
+    from hf_lohan.huggingface.attachment import from_pretrained, offload_model
     from hf_lohan.huggingface.generate.generation import load_for_generation
-    from hf_lohan.huggingface.models.loading import from_pretrained
     from hf_lohan.huggingface.models.merging import merge
+    from hf_lohan.huggingface.offloaded_model import engine_of
     from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # before any code makes a process group
@@ -32,8 +32,8 @@ _HOMES = {
     "OffloadTrainerMixin": "hf_lohan.huggingface.trainer",
     "Trainer": "hf_lohan.huggingface.trainer",
     "TrainingArguments": "hf_lohan.huggingface.arguments",
-    "engine_of": "hf_lohan.huggingface.attachment",
-    "from_pretrained": "hf_lohan.huggingface.models.loading",
+    "engine_of": "hf_lohan.huggingface.offloaded_model",
+    "from_pretrained": "hf_lohan.huggingface.attachment",
     "last_step": "hf_lohan.checkpoint.resume_point",
     "load_for_generation": "hf_lohan.huggingface.generate.generation",
     "merge": "hf_lohan.huggingface.models.merging",

@@ -20,16 +20,11 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_environment
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
-from hf_lohan.huggingface.guards import (
-    check_accelerator,
-    check_model,
-    check_precision,
-    check_schedule,
-    check_streamed,
-)
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.guards import check_accelerator, check_model, check_precision, check_schedule, check_streamed
+from hf_lohan.huggingface.local_run import settings_given
 from hf_lohan.huggingface.models.adapters import saves_adapters
-from hf_lohan.huggingface.models.loading import reload_state_dict, reload_weights
+from hf_lohan.huggingface.models.reloading import reload_state_dict, reload_weights
 from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_together
 from hf_lohan.huggingface.models.state_dicts import (
     WEIGHTS_NAME,
@@ -38,6 +33,7 @@ from hf_lohan.huggingface.models.state_dicts import (
     save_state_dict,
     saves_itself,
 )
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
 from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks, stores_here
 from hf_lohan.model import Rules
@@ -430,7 +426,6 @@ class Accelerator(OffloadAwareAccelerator):
 
 
 def _check_safe(engine: OffloadEngine | None, safe_serialization: bool) -> None:
-    """Raise ValueError if an offloaded model would be saved with pickle."""
     if engine is not None and not safe_serialization:
         raise ValueError(
             f"safe_serialization={safe_serialization!r} is not supported under offload, because weights are streamed "

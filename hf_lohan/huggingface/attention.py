@@ -86,7 +86,7 @@ def run_layers_in_chunks(
     row_memory: RowMemory | None = None,
 ) -> ChunkedLayers:
     """Have the layers of a model run in chunks once `ChunkedLayers.cut` has a number of tokens. ``row_memory``: the
-    memory of the ranks that share the rows of all training forwards (`sequence_ranks`)."""
+    memory of the ranks that share the rows of all training forwards (`ranks.per_row`)."""
     chunked = cuttable_layers(model, layers, activations)
     activations.runs_in_chunks.update(
         {layer: functools.partial(_runs_in_chunks, of_layer) for layer, of_layer in chunked.of_layer.items()}
@@ -103,9 +103,9 @@ def run_layers_in_chunks(
             _current.rows = _current.announced
             if _current.rows is None:
                 raise ValueError(
-                    f"sequence_ranks: {row_memory.links.ranks.num_ranks} divides the rows of a Trainer's batches among "
+                    f"ranks.per_row: {row_memory.links.ranks.num_ranks} divides the rows of a Trainer's batches among "
                     "ranks, and this training forward has whole rows; train with Trainer and its own loss, or leave "
-                    "sequence_ranks out"
+                    "ranks.per_row out"
                 )
             chunked.begin_forward(RowsOfRanks(_current.rows.pieces, row_memory))
             _take_masks_and_attention()
@@ -335,8 +335,8 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
     pattern = mask_pattern(kwargs.get("mask_function", stock))
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
-            "sequence_ranks divides rows whose tokens see all earlier ones, those of a window, or those of their "
-            "document, and this model has a mask of another form; leave sequence_ranks out"
+            "ranks.per_row divides rows whose tokens see all earlier ones, those of a window, or those of their "
+            "document, and this model has a mask of another form; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length
@@ -450,7 +450,7 @@ class LayerCall:
         if "attentions" in self._recorded:
             raise ValueError(
                 "output_attentions=True needs the attention of all pairs of tokens, which layers in chunks do not "
-                "compute; set output_attentions to False, or chunked_layers: false"
+                "compute; set output_attentions to False, or chunks.layers: false"
             )
         for name, value in self._arguments.items():
             if name in CACHE_NAMES and value is not None:
@@ -587,7 +587,6 @@ def _parameters_of(layer: nn.Module) -> Mapping[str, Any]:
 
 
 def _implementation_of(layer: nn.Module) -> str:
-    """Return the name of the attention that a layer runs."""
     for module in layer.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) is not None:

@@ -179,7 +179,7 @@ def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
         if package not in _ONE_STEP_EACH:
             return f"{type(trainer).__name__} overrides {name} (in {package})"
     if getattr(trainer, "num_row_ranks", 1) > 1:
-        return "ranks that share rows (sequence_ranks) run the layers of one micro-batch at a time"
+        return "ranks that share rows (ranks.per_row) run the layers of one micro-batch at a time"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is set and may keep state from one micro-batch to the next"
     if trainer.args.neftune_noise_alpha is not None:

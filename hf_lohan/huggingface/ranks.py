@@ -25,7 +25,7 @@ from transformers import GenerationMixin, TrainingArguments
 
 from hf_lohan.checkpoint.generations import RunStores, find_stores, refuse_steps
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
-from hf_lohan.config import AUTO, OffloadConfig
+from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files import ForeignStoreError
@@ -118,7 +118,7 @@ class StepTimeouts:
         self._began_s: float | None = None
 
     def step_planned(self) -> None:
-        if self._config.net_timeout != AUTO:
+        if self._config.ranks.timeout != AUTO:
             self._set()
 
     def step_began(self) -> None:
@@ -129,7 +129,7 @@ class StepTimeouts:
             self._set()
 
     def _set(self) -> None:
-        timeout_s = self._config.net_timeout_s(self._slowest_step_s)
+        timeout_s = self._config.ranks.timeout_s(self._slowest_step_s)
         self._links.set_timeout(timeout_s)
         if torch.distributed.is_initialized():
             set_collectives_timeout(timeout_s)
@@ -211,7 +211,6 @@ def check_joined(num_processes: int) -> None:
 
 
 def _parallelism_of_environment() -> ParallelismConfig | None:
-    """Return the config that a launcher gave to `Accelerator` through environment variables."""
     return ParallelismConfig() if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG") else None
 
 
@@ -223,7 +222,7 @@ def check_parallelism(parallelism: Any) -> None:
             if name in _SEQUENCE_PARALLELISM:
                 raise ValueError(
                     f"{name}={size} shards sequences by a backend that cannot follow streamed weights; leave "
-                    f"parallelism_config out, and set sequence_ranks: {size} in the offload settings"
+                    f"parallelism_config out, and set ranks.per_row: {size} in the offload settings"
                 )
             raise ValueError(
                 f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
@@ -288,15 +287,14 @@ def log_once(links: Links, sentence: str) -> None:
 
 
 def check_layout(
-    layout: OffloadLayout, config: OffloadConfig, found: RunStores, links: Links, *, is_beside_others: bool = False
+    layout: OffloadLayout, config: ResolvedConfig, found: RunStores, links: Links, *, is_beside_others: bool = False
 ) -> None:
     """Raise ValueError if several ranks cannot train the model, or, unless ``is_beside_others``, if the run has
     ``found`` stores of another number of ranks. All ranks call this together. Creates the directories in which each
     rank makes its own."""
     num_ranks = links.ranks.num_ranks
-    check_sequence_ranks(config.sequence_ranks, links.ranks)
-    check_rules(layout.blocks, num_ranks, config.sequence_ranks)
-    assert config.ssd != "auto"
+    check_sequence_ranks(config.ranks.per_row, links.ranks)
+    check_rules(layout.blocks, num_ranks, config.ranks.per_row)
     if not is_beside_others or found.fingerprint not in ("", layout.identity.fingerprint):
         found.refuse_other_ranks(num_ranks)
     if found.state in ("reshardable", "lost"):
@@ -305,17 +303,6 @@ def check_layout(
         if shared_directory(ssd.path) != ssd.path:
             make_directory(shared_directory(ssd.path))
     links.barrier("the directories of the ssd paths to exist")
-
-
-def check_one_model(offloaded: Sequence[Any], ranks: Ranks) -> None:
-    """Raise ValueError if several ranks would offload a second model, because ranks have no common order of loads for
-    the blocks of two models."""
-    if ranks.others and offloaded:
-        raise ValueError(
-            f"several ranks offload one model at a time, and {type(offloaded[0]).__name__} is already offloaded; "
-            "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
-            "precompute_ref_log_probs=True and run in one process"
-        )
 
 
 def check_rank_model(model: Any, ranks: Ranks) -> None:
@@ -364,8 +351,8 @@ def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
     """Raise ValueError if rows cannot be shared by so many ranks of a node."""
     if ranks.num_local % sequence_ranks:
         raise ValueError(
-            f"sequence_ranks: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
-            f"multiple of {sequence_ranks} on each (lohan launch --num_processes), or change sequence_ranks"
+            f"ranks.per_row: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
+            f"multiple of {sequence_ranks} on each (lohan launch --num_processes), or change ranks.per_row"
         )
 
 
@@ -374,7 +361,7 @@ def check_rules(blocks: Iterable[Block], num_ranks: int, sequence_ranks: int = 1
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
     if sequence_ranks > 1 and whole:
         raise ValueError(
-            f"sequence_ranks: {sequence_ranks} cannot be combined with {' and '.join(whole)}, which needs whole "
+            f"ranks.per_row: {sequence_ranks} cannot be combined with {' and '.join(whole)}, which needs whole "
             f"parameters, because each of {num_ranks} ranks has a shard of them; use AdamW"
         )
     if num_ranks > 1 and whole:

@@ -1,4 +1,4 @@
-"""Cuts a Trainer's batches for the ranks that share their rows (`sequence_ranks`), and refuses what cannot be cut.
+"""Cuts a Trainer's batches for the ranks that share their rows (`ranks.per_row`), and refuses what cannot be cut.
 
 A rank gets two pieces of each row, with explicit position ids. Labels are shifted before the cut, so that the last
 token of a piece predicts the first of the next one. Masks know all tokens of a row (`CutRows`).
@@ -38,7 +38,7 @@ def own_parts(batches: Iterable[Any], links: RowLinks) -> Iterator[dict[str, Any
     for batch in batches:
         if len(set(links.all_gather("the rows of a batch", _digest(batch)))) > 1:
             raise RanksDisagreeError(
-                f"sequence_ranks: {links.ranks.num_ranks} ranks share rows, and they have different batches; give all "
+                f"ranks.per_row: {links.ranks.num_ranks} ranks share rows, and they have different batches; give all "
                 "ranks the same dataset, not a part for each rank, and draw no random numbers in the dataset or the "
                 "data collator"
             )
@@ -46,7 +46,6 @@ def own_parts(batches: Iterable[Any], links: RowLinks) -> Iterator[dict[str, Any
 
 
 def _digest(batch: Any) -> bytes:
-    """Return a hash of the tensors of a batch."""
     digest = hashlib.sha256()
     for name in sorted(_CUT_INPUTS) if isinstance(batch, Mapping) else ():
         if isinstance(tensor := batch.get(name), Tensor):
@@ -64,34 +63,34 @@ def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
     if others or not isinstance(ids, Tensor) or ids.dim() != 2 or (labels is None and targets is None):
         what = f"the input {others[0]!r}" if others else "no input_ids [rows, tokens] with labels"
         raise ValueError(
-            f"sequence_ranks: {num_ranks} cuts batches of token ids and labels, and this batch has {what}; leave "
-            "sequence_ranks out"
+            f"ranks.per_row: {num_ranks} cuts batches of token ids and labels, and this batch has {what}; leave "
+            "ranks.per_row out"
         )
     num_rows, length = ids.shape
     if length < 2 * num_ranks:
         raise ValueError(
-            f"sequence_ranks: {num_ranks} cuts each row into {2 * num_ranks} pieces, and a row of this batch has "
-            f"{length} tokens; pack or pad rows to at least {2 * num_ranks} tokens, or lower sequence_ranks"
+            f"ranks.per_row: {num_ranks} cuts each row into {2 * num_ranks} pieces, and a row of this batch has "
+            f"{length} tokens; pack or pad rows to at least {2 * num_ranks} tokens, or lower ranks.per_row"
         )
     padding, positions, documents = named.get("attention_mask"), named.get("position_ids"), None
     if padding is not None:
         if padding.shape != ids.shape:
             raise ValueError(
-                f"sequence_ranks: {num_ranks} cuts rows whose attention_mask is [rows, tokens], and this batch has one "
-                f"of shape {tuple(padding.shape)}; leave sequence_ranks out"
+                f"ranks.per_row: {num_ranks} cuts rows whose attention_mask is [rows, tokens], and this batch has one "
+                f"of shape {tuple(padding.shape)}; leave ranks.per_row out"
             )
         is_token = padding.bool()
         if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
             raise ValueError(
-                f"sequence_ranks: {num_ranks} cuts rows that begin with a token, and a row of this batch begins with "
+                f"ranks.per_row: {num_ranks} cuts rows that begin with a token, and a row of this batch begins with "
                 "padding; set tokenizer.padding_side = 'right'"
             )
     if positions is None:
         positions = torch.arange(length, device=ids.device).expand(num_rows, -1)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(
-            f"sequence_ranks: {num_ranks} cuts rows whose position_ids are [rows, tokens], and this batch has ones of "
-            f"shape {tuple(positions.shape)}; leave sequence_ranks out"
+            f"ranks.per_row: {num_ranks} cuts rows whose position_ids are [rows, tokens], and this batch has ones of "
+            f"shape {tuple(positions.shape)}; leave ranks.per_row out"
         )
     else:
         positions = positions.expand(num_rows, -1)
@@ -145,8 +144,8 @@ def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
 
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
-        f"sequence_ranks divides the loss of causal language models among ranks, and that of {type(model).__name__} "
-        "is computed in another way here; train a causal language model with Trainer, or leave sequence_ranks out"
+        f"ranks.per_row divides the loss of causal language models among ranks, and that of {type(model).__name__} "
+        "is computed in another way here; train a causal language model with Trainer, or leave ranks.per_row out"
     )
 
 
@@ -166,7 +165,7 @@ def check_model_of_rows(model: nn.Module) -> None:
     elif any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules()):
         problem = "has dropout, which draws other random numbers on each rank; set its probability to 0"
     if problem is not None:
-        raise ValueError(f"sequence_ranks cannot divide the rows of {name}, because it {problem}; leave it out")
+        raise ValueError(f"ranks.per_row cannot divide the rows of {name}, because it {problem}; leave it out")
 
 
 def _rope_by_length(config: Any) -> str | None:
@@ -193,7 +192,7 @@ def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
         "neftune_noise_alpha, which draws other noise on each rank; leave it out": (
             args.neftune_noise_alpha is not None
         ),
-        "a model whose loss takes no num_items_in_batch; leave sequence_ranks out": (
+        "a model whose loss takes no num_items_in_batch; leave ranks.per_row out": (
             not trainer.model_accepts_loss_kwargs
         ),
         "an IterableDataset that rank 0 reads for all; set dispatch_batches to False in accelerator_config": (
@@ -205,4 +204,4 @@ def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
     }
     for what, is_refused in refused.items():
         if is_refused:
-            raise ValueError(f"sequence_ranks: {num_ranks} cannot be combined with {what}")
+            raise ValueError(f"ranks.per_row: {num_ranks} cannot be combined with {what}")

@@ -19,8 +19,8 @@ from transformers import trainer as stock_module
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files.directories import temporary_folder
 from hf_lohan.huggingface.accelerator import Accelerator
-from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.launch import launch_offloaded
+from hf_lohan.huggingface.local_run import launched_with
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trainer.trl_models import initialize_before
 
@@ -46,11 +46,10 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         changed.
     """
     config = OffloadConfig.load(offload)
-    num_before = num_offloaded()
     launcher = _OffloadingLauncher(config)
     stock = stock_module.Trainer
     offloading = _offloading_class(stock, config)
-    with launched_with(config), contextlib.ExitStack() as undo:
+    with launched_with(config) as launch, contextlib.ExitStack() as undo:
         for name in (*_TRAINER_MODULES, *_OUR_MODULES):
             _replace(undo, importlib.import_module(name), "Trainer", offloading)
         accelerator = _offloading_accelerator(config)
@@ -71,7 +70,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         except SystemExit as error:  # installed programs end with `sys.exit(main())`
             system_exit = error
         has_succeeded = system_exit is None or system_exit.code in (None, 0)
-        if has_succeeded and num_offloaded() == num_before and not launcher.has_launched:
+        if has_succeeded and not launch.has_offloaded and not launcher.has_launched:
             logger.warning(
                 "nothing was offloaded, because no model was trained by transformers.Trainer or prepared by "
                 "accelerate.Accelerator; other training loops must use hf_lohan.Accelerator"

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from torch import nn
 
 from hf_lohan.compat.torch_private import own_parameters
-from hf_lohan.config import OffloadConfig
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.planner import ModelProfile
 from hf_lohan.store import GRANULE_NUMEL
@@ -53,11 +52,8 @@ def table_of_rows(model: nn.Module) -> nn.Parameter | str:
     return weight
 
 
-def table_to_load_by_rows(model: nn.Module, config: OffloadConfig) -> nn.Parameter | None:
-    """Return the weight of the input embeddings if the configuration has only rows of it come to the device, and the
-    model allows it."""
-    if config.embedding != "rows":
-        return None
+def table_to_load_by_rows(model: nn.Module) -> nn.Parameter | None:
+    """Return the weight of the input embeddings if the model allows that only rows of it come to the device."""
     found = table_of_rows(model)
     return found if isinstance(found, nn.Parameter) else None
 

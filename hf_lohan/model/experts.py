@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hf_lohan.config import OffloadConfig, SsdPath
-from hf_lohan.config.offload_config import Experts
+from hf_lohan.config import LoadExperts, ResolvedConfig, SsdPath
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
 from hf_lohan.ranks import Links
@@ -83,12 +82,12 @@ def _can_stream(experts: FusedExperts) -> bool:
 _LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
 
 
-def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> OffloadConfig:
+def experts_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) -> ResolvedConfig:
     """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
     other settings must be resolved. All ranks call this together, because a rank may own no expert. Raises
     ForeignStoreError if the configuration requires the other form and the store belongs to this model class."""
     found = find_experts(model)
-    if not found or config.ssd == "auto":
+    if not found:
         return config
     stored_blocks = _stored_blocks(model, config.ssd)
     blocks = stored_blocks or set()
@@ -96,26 +95,26 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> 
     is_streamed = b"1" in links.all_gather("the form of experts in stores", b"1" if is_streamed else b"")
     if stored_blocks is None:  # opening the store reports the error
         return config
-    stored: Experts = "streamed" if is_streamed else "with_layer"
-    if config.experts == stored:
+    stored: LoadExperts = "streamed" if is_streamed else "with_layer"
+    if config.experts.load == stored:
         return config
     directory = config.ssd[0].path
-    if config.experts != "auto":
+    if config.experts.load != "auto":
         raise ForeignStoreError(
-            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, but experts: {config.experts} "
-            f"is set; set experts to auto or {stored} to continue from it, or choose another directory and resume "
-            "from a checkpoint, which works with both"
+            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, but experts: "
+            f"{config.experts.load} is set; set experts to auto or {stored} to continue from it, or choose another "
+            "directory and resume from a checkpoint, which works with both"
         )
     logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
-    return replace(config, experts=stored)
+    return replace(config, experts=replace(config.experts, load=stored))
 
 
-def owners_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> dict[str, int] | None:
+def owners_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) -> dict[str, int] | None:
     """Return the rank of each streamed expert by the stores at the ranks' paths, by the name of the expert's block. The
     keys are equal on all ranks, which call this together. None if the stores are not there, have no commits, or do not
     have each expert once: then the default owners apply, with which no such store can be opened."""
     found = {name: of.num_experts for name, of in find_experts(model).items()}
-    if config.ssd == "auto" or not found:
+    if not found:
         return None
     # Without a commit, a store may be what is left of a `lohan reshard --balance` that was killed.
     is_committed = any(os.path.lexists(os.path.join(ssd.path, COMMIT_NAME)) for ssd in config.ssd)

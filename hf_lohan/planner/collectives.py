@@ -94,9 +94,13 @@ class Collectives:
             if getattr(self, name) not in allowed:
                 choices = " or ".join(map(repr, allowed))
                 also = ", or a number of ranks" if name == "backward" else ""
-                raise ValueError(f"collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}{also}")
+                raise ValueError(
+                    f"ranks.collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}{also}"
+                )
         if self.group_ranks is not None and self.group_ranks < 1:
-            raise ValueError(f"collectives: backward: {self.group_ranks} is not a number of ranks; give at least 1")
+            raise ValueError(
+                f"ranks.collectives: backward: {self.group_ranks} is not a number of ranks; give at least 1"
+            )
 
     @classmethod
     def of_setting(cls, fields: Mapping[str, Any]) -> Collectives:
@@ -210,9 +214,9 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
         group, num_ranks = way.group_ranks, num_nodes * num_local
         if group is not None and (group % num_local or num_ranks % group):
             raise ValueError(
-                f"collectives: backward: {group} is set with {num_ranks} ranks on nodes of {num_local}; the ranks of a "
-                f"node share one copy in its memory, so a group is whole nodes: give a multiple of {num_local} that "
-                f"divides {num_ranks}, or node"
+                f"ranks.collectives: backward: {group} is set with {num_ranks} ranks on nodes of {num_local}; the "
+                f"ranks of a node share one copy in its memory, so a group is whole nodes: give a multiple of "
+                f"{num_local} that divides {num_ranks}, or node"
             )
         if group not in (None, num_local) and way.forward == "delta":  # it needs all weights of the step before
             groups_of_delta.append(group)
@@ -224,7 +228,7 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
         ways.append(replace(WAY_WITHIN_A_NODE, within=way.within) if num_ranks == num_local else way)
     if groups_of_delta and not ways:
         raise ValueError(
-            f"collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
+            f"ranks.collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
             f"{groups_of_delta[0]} it keeps only a part of them; set backward to node, or forward to exact or int8"
         )
     return tuple(dict.fromkeys(ways))

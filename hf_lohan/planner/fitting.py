@@ -207,11 +207,11 @@ def _refuse_shared_keys(model: ModelProfile, setup: TrainingSetup, copies_bytes:
     beside, advice = "", cpu_memory_advice(needed_bytes)
     if needed_bytes - copies_bytes <= setup.cpu_memory_bytes:
         beside = f" and {_shown(copies_bytes)} for the copies of records that the run already has"
-        advice = "let the longest rows come first, or set resident_records to none"
+        advice = "let the longest rows come first"
     return (
         f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the keys, values and their "
         f"gradients of {model.batch_size} x {model.sequence_length * setup.sequence_ranks} tokens that "
-        f"{setup.sequence_ranks} ranks share (sequence_ranks), which take {_shown(setup.shared_key_bytes)} of each "
+        f"{setup.sequence_ranks} ranks share (ranks.per_row), which take {_shown(setup.shared_key_bytes)} of each "
         f"rank, beside {_shown(setup.cpu_fixed_bytes)} for the buffers{beside}; use shorter rows, or {advice}"
     )
 
@@ -244,7 +244,7 @@ def _refuse_device(
     batch = max(0, model.batch_size * room_bytes // shrinking_bytes) if shrinking_bytes else model.batch_size
     smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
-    chunks = "set chunked_loss: true, or " if outer_bytes > layer_bytes else ""
+    chunks = "set chunks.loss: true, or " if outer_bytes > layer_bytes else ""
     num_chunks = max((layer.num_chunks for layer in model.layers), default=1)
     in_chunks = f" in chunks of {-(-model.num_tokens // num_chunks)}" if num_chunks > 1 else ""
     allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""

@@ -23,7 +23,7 @@ class ChunkChoice:
     """Plans one batch in whole layers and in chunks."""
 
     setting: int | Literal["auto", False]
-    """`chunked_layers`."""
+    """`chunks.layers`."""
     batch_size: int
     sequence_length: int
     room_bytes: int
@@ -45,7 +45,7 @@ class ChunkChoice:
             return (self._largest_beside_drives() if found is None else found), None
         if found is None:
             return decided, None
-        return decided, "set chunked_layers to auto" if decided is None else f"set chunked_layers to at most {found}"
+        return decided, "set chunks.layers to auto" if decided is None else f"set chunks.layers to at most {found}"
 
     def _exceeds_device(self, chunk_tokens: int | None) -> bool:
         """Return whether a layer's work leaves no room on the device, even if nothing is kept there."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.model import (
     Block,
@@ -39,7 +39,7 @@ from hf_lohan.wording import format_bytes
 
 def lay_out_generation(
     model: nn.Module,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     *,
     working_dtype: torch.dtype | None,
     keys_and_values: KeysAndValues,
@@ -56,25 +56,23 @@ def lay_out_generation(
     `experts: auto`, experts are streamed if all sequences of all ranks together choose at most half of them. Raises
     DiscoveryError or BudgetError.
     """
-    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
-    assert isinstance(config.prefetch_blocks, int)
     shards = shards_of(ranks)
     make_form = partial(
         stored_form,
         model,
         working_dtype,
         config.moment_dtype,
-        by_rows=table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model) if config.embedding == "rows" else None,
         quantization=config.quantize,
     )
     form = make_form()
     num_choices = ranks.num_ranks * keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
-    if config.experts == "streamed":
+    if config.experts.load == "streamed":
         is_streamed = streams_experts(model, form, config, ranks)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
-        is_streamed = config.experts == "auto" and is_few and shards.may_stream_experts(config)
+        is_streamed = config.experts.load == "auto" and is_few and shards.may_stream_experts(config)
     if is_streamed:
         form = make_form(streams_experts=True)
     form = shards.cut(form)
@@ -115,8 +113,8 @@ def lay_out_generation(
     num_outer_slots = pools.num_slots[SizeClass.OUTER]
     own_shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     traffic = token_traffic(own_shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
-    record_bytes = cpu_memory_bytes - pools.cpu_pool_bytes if config.resident_records == "auto" else 0
-    is_cached = config.expert_cache != "off" and not config.quantize.packs  # packed experts have copies as records
+    record_bytes = cpu_memory_bytes - pools.cpu_pool_bytes if config.switches.resident_records == "auto" else 0
+    is_cached = config.experts.cache != "off" and not config.quantize.packs  # packed experts have copies as records
     cache = _expert_cache(traffic, record_bytes) if is_cached else None
     return OffloadLayout(
         **vars(form),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_lohan.config import AUTO, Collectives, OffloadConfig
+from hf_lohan.config import AUTO, Collectives
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.collectives import WEIGHT_FORMAT, WithinCodec
@@ -111,17 +111,17 @@ def _packed_bytes(block: Block, rank: int) -> int:
     return part_bytes(block, rank) - coded_numel(block, rank) * block.master.working_dtype.itemsize
 
 
-def lent_expert_bytes(config: OffloadConfig, ranks: Ranks, blocks: Sequence[Block]) -> int:
+def lent_expert_bytes(balance: int | str, ranks: Ranks, blocks: Sequence[Block]) -> int:
     """Return the bytes of a place for any expert that the ranks of a node lend each other, in whole pages; 0 if they
     lend none. Raises ValueError if they should, and the experts are loaded with their layers."""
-    if config.balance_experts in (AUTO, False) or ranks.num_local == 1:
+    if balance in (AUTO, False) or ranks.num_local == 1:
         return 0
     experts = [block.param_bytes for block in blocks if block.size_class is SizeClass.EXPERT]
     if not experts:
         raise ValueError(
-            f"balance_experts: {config.balance_experts} is set, but each rank loads all weights of a layer, so that no "
-            "rank owns an expert; set experts to streamed and expert_parallel to world for a mixture of experts, or "
-            "balance_experts to false"
+            f"experts.balance: {balance} is set, but each rank loads all weights of a layer, so that no "
+            "rank owns an expert; set experts to streamed and experts.parallel to world for a mixture of experts, or "
+            "experts.balance to false"
         )
     return -(-max(experts) // _PAGE_BYTES) * _PAGE_BYTES
 

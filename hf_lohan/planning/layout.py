@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
-from hf_lohan.config import AUTO, OffloadConfig, SsdPath
+from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig, SsdPath
 from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
@@ -313,7 +313,7 @@ class WholeBlocks:
     def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
         return form
 
-    def may_stream_experts(self, config: OffloadConfig) -> bool:
+    def may_stream_experts(self, config: ResolvedConfig) -> bool:
         """Return whether `experts: auto` may load experts one by one."""
         return True
 
@@ -343,8 +343,8 @@ class _Shards(WholeBlocks):
     ) -> tuple[Share, tuple[SsdPath, ...]]:
         return share_of_machine(config, device, paths, links)
 
-    def may_stream_experts(self, config: OffloadConfig) -> bool:
-        return config.expert_parallel != "none"
+    def may_stream_experts(self, config: ResolvedConfig) -> bool:
+        return config.experts.parallel != "none"
 
     def num_rows_buffers(self, *, memory_is_host: bool) -> int:
         """Return the number of host buffers as for a single rank. Ranks also need the second one on a host, and a third
@@ -385,7 +385,7 @@ def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
 
 def resolved_here(
     config: OffloadConfig, device: Device, default_ssd_path: str | Path, links: Links | None = None
-) -> OffloadConfig:
+) -> ResolvedConfig:
     """Return the configuration with this rank's paths, and with every `auto` resolved for this process and `device`.
     All ranks call this together. Raises ConfigError for impossible budgets."""
     links = links or Links.alone()
@@ -399,20 +399,19 @@ def resolved_here(
     )
 
 
-def chunked_loss_of(config: OffloadConfig) -> ChunkedLoss | None:
-    """Return when and how a run computes its logits in chunks; None if it never does. `config` must be resolved."""
-    assert isinstance(config.gpu_memory, int)
-    if config.chunked_loss is False:
+def chunked_loss_of(config: ResolvedConfig) -> ChunkedLoss | None:
+    """Return when and how a run computes its logits in chunks; None if it never does."""
+    if config.chunks.loss is False:
         return None
     return ChunkedLoss(
-        over_bytes=0 if config.chunked_loss is True else max(config.gpu_memory // _LOGITS_SHARE, _SMALL_LOGITS_BYTES),
+        over_bytes=0 if config.chunks.loss is True else max(config.gpu_memory // _LOGITS_SHARE, _SMALL_LOGITS_BYTES),
         chunk_bytes=min(_MOST_CHUNK_BYTES, config.gpu_memory // _CHUNK_SHARE),
     )
 
 
 def lay_out(
     model: nn.Module,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     *,
     working_dtype: torch.dtype | None,
     hold_gradients: bool,
@@ -422,11 +421,11 @@ def lay_out(
     ranks: Ranks = SINGLE_RANK,
     owners: Mapping[str, int] | None = None,
 ) -> OffloadLayout:
-    """Lay out `model` (real or on meta) for training. `config` must be resolved. `working_dtype`, `rules`: see
+    """Lay out `model` (real or on meta) for training. `working_dtype`, `rules`: see
     `discover_blocks`. The configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's
     gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
     records. `owners`: see `assign_shards`. Raises DiscoveryError, BudgetError, ValueError for untrainable dtypes."""
-    if config.solver == "migration" and ranks.num_ranks > 1:
+    if config.switches.solver == "migration" and ranks.num_ranks > 1:
         raise ValueError(
             f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
         )
@@ -438,7 +437,7 @@ def lay_out(
         working_dtype,
         config.moment_dtype,
         rules,
-        by_rows=table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model) if config.embedding == "rows" else None,
         quantization=config.quantize,
     )
     form = make_form()
@@ -448,21 +447,19 @@ def lay_out(
     blocks = form.model_blocks.blocks
     sums_gradients = sums_gradients or shards.gradients_are_summed
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
-    within = config.collectives.within if ranks.num_ranks > 1 else "exact"
+    within = config.ranks.collectives.within if ranks.num_ranks > 1 else "exact"
     shared_bytes = shards.shared_weight_bytes(blocks, within)
-    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
-    assert isinstance(config.prefetch_blocks, int)
-    open_ways = shards.ways(config.collectives.open_ways())
+    open_ways = shards.ways(config.ranks.collectives.open_ways())
     messages = min(message_bytes(common_blocks(blocks), ranks, way) for way in open_ways)
-    expert_bytes = lent_expert_bytes(config, ranks, blocks)
+    expert_bytes = lent_expert_bytes(config.experts.balance, ranks, blocks)
     exchange_bytes = shared_bytes // ranks.num_local + lending_bytes(expert_bytes)
     exchange_bytes += messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
             f"blocks take on their way between ranks ({format_bytes(messages)} of it for payloads, as collectives="
-            f"{config.collectives.to_setting()} asks, and {format_bytes(lending_bytes(expert_bytes))} for "
-            "balance_experts); raise it"
+            f"{config.ranks.collectives.to_setting()} asks, and {format_bytes(lending_bytes(expert_bytes))} for "
+            "experts.balance); raise it"
         )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
@@ -471,7 +468,7 @@ def lay_out(
         cpu_memory_bytes=config.cpu_memory - exchange_bytes,
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
-        hold_gradients=hold_gradients or config.schedule == "serial",
+        hold_gradients=hold_gradients or config.switches.schedule == "serial",
         halves_gradients=not sums_gradients and all(master.working_dtype.itemsize == 2 for master in trained),
         stages_params=not memory_is_host,
         stages_codes=any(block.packed_slices for block in blocks),
@@ -483,11 +480,11 @@ def lay_out(
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
         num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
         lent_expert_bytes=expert_bytes,
-        num_adding_devices=ranks.num_local + (ranks.num_nodes > 1) if config.transport == "nccl" else 1,
+        num_adding_devices=ranks.num_local + (ranks.num_nodes > 1) if config.ranks.transport == "nccl" else 1,
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
-    if activation_bytes and not (sums_gradients or memory_is_host) and config.resident_records == "auto":
+    if activation_bytes and not (sums_gradients or memory_is_host) and config.switches.resident_records == "auto":
         # A copy of weights saves a read in each pass, and a gradient in RAM saves one write, so the plan chooses.
         request = replace(request, holds_in_buffers=False)
     try:
@@ -500,7 +497,7 @@ def lay_out(
         plan=pools,
         holds_gradients=request.hold_gradients,
         keeps_gradient_dtypes=not sums_gradients,
-        records_of_a_step=_step_traffic(blocks, pools, shards) if config.resident_records == "auto" else (),
+        records_of_a_step=_step_traffic(blocks, pools, shards) if config.switches.resident_records == "auto" else (),
         record_bytes=cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,
         rules=rules,
@@ -512,15 +509,15 @@ def lay_out(
     )
 
 
-def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
+def streams_experts(model: nn.Module, form: StoredForm, config: ResolvedConfig, ranks: Ranks) -> bool:
     """Return whether experts are loaded one by one. In ``form`` they are in their layers' blocks. Raises ValueError if
     the configuration requires it and the model or the ranks do not allow it."""
     found = find_experts(model)
-    divides = config.expert_parallel in ("node", "world")
+    divides = config.experts.parallel in ("node", "world")
     _check_expert_parallel(model, bool(found), config, ranks)
-    if config.experts == "with_layer":
+    if config.experts.load == "with_layer":
         return False
-    if config.experts == "streamed" or (divides and ranks.num_ranks > 1):
+    if config.experts.load == "streamed" or (divides and ranks.num_ranks > 1):
         if not found:
             raise ValueError(
                 f"experts: streamed is set, but {_lacks_experts(model)}; set experts to auto or with_layer"
@@ -528,7 +525,6 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
         return True
     if not shards_of(ranks).may_stream_experts(config):
         return False
-    assert isinstance(config.gpu_memory, int)
     fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]
     itemsize = form.master.working_dtype.itemsize
     layer_bytes = max(block.param_bytes for block in form.model_blocks.blocks if block.size_class is SizeClass.LAYER)
@@ -543,29 +539,29 @@ def _lacks_experts(model: nn.Module) -> str:
     )
 
 
-def _check_expert_parallel(model: nn.Module, has_experts: bool, config: OffloadConfig, ranks: Ranks) -> None:
-    """Raise ValueError if `expert_parallel` does not fit the model, the other settings or the ranks."""
-    asked = config.expert_parallel
+def _check_expert_parallel(model: nn.Module, has_experts: bool, config: ResolvedConfig, ranks: Ranks) -> None:
+    """Raise ValueError if `experts.parallel` does not fit the model, the other settings or the ranks."""
+    asked = config.experts.parallel
     if asked in ("node", "world"):
         if not has_experts:
             raise ValueError(
-                f"expert_parallel: {asked} is set, but {_lacks_experts(model)}; set expert_parallel to auto"
+                f"experts.parallel: {asked} is set, but {_lacks_experts(model)}; set experts.parallel to auto"
             )
-        if config.experts == "with_layer":
+        if config.experts.load == "with_layer":
             raise ValueError(
-                f"expert_parallel: {asked} gives each expert to one rank, which loads it alone, but experts: "
+                f"experts.parallel: {asked} gives each expert to one rank, which loads it alone, but experts: "
                 "with_layer loads all experts of a layer on each rank; set experts to auto or streamed"
             )
     if asked == "node" and ranks.num_nodes > 1:
         raise ValueError(
-            f"expert_parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank of all "
-            "nodes, which the tokens of the others must reach; set expert_parallel to world"
+            f"experts.parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank of all "
+            "nodes, which the tokens of the others must reach; set experts.parallel to world"
         )
-    if asked == "none" and config.experts == "streamed" and ranks.num_ranks > 1:
+    if asked == "none" and config.experts.load == "streamed" and ranks.num_ranks > 1:
         raise ValueError(
-            f"experts: streamed is set with {ranks.num_ranks} ranks and expert_parallel: none, but streamed experts "
-            "belong to one rank each, so that tokens must go to them; set expert_parallel to auto or world, or experts "
-            "to with_layer"
+            f"experts: streamed is set with {ranks.num_ranks} ranks and experts.parallel: none, but streamed experts "
+            "belong to one rank each, so that tokens must go to them; set experts.parallel to auto or world, or "
+            "experts to with_layer"
         )
 
 

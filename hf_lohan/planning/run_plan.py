@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
-from hf_lohan.config import AUTO, OffloadConfig
+from hf_lohan.config import AUTO, ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.files.durable_file import read_whole, replace_durably
 from hf_lohan.hardware import (
@@ -88,7 +88,7 @@ class RunPlan:
         self,
         model: nn.Module,
         layout: OffloadLayout,
-        config: OffloadConfig,
+        config: ResolvedConfig,
         device: Device,
         durability: Durability,
         links: Links | None = None,
@@ -141,7 +141,7 @@ class RunPlan:
         ``file`` keeps the decided tokens of a chunk until a commit has them."""
         self.chunks = chunks
         self._chunks_file = file
-        setting = self._config.chunked_layers
+        setting = self._config.chunks.layers
         if isinstance(setting, int) and setting is not False:
             self.cut_layers(setting)
 
@@ -162,7 +162,7 @@ class RunPlan:
         self._run_id = facts.get(RUN_ID)
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
             return False
-        before, setting = facts[CHUNK_TOKENS], self._config.chunked_layers
+        before, setting = facts[CHUNK_TOKENS], self._config.chunks.layers
         if setting == "auto":
             planned = self.chunk_tokens
             self._decided_before = planned if before is None else before
@@ -174,8 +174,8 @@ class RunPlan:
             return bool(before != planned)
         if before != (setting or None):
             logger.warning(
-                "this run continues one with %s and has chunked_layers: %s, so it adds sums in another order from here "
-                "on; for the same bits set chunked_layers to auto",
+                "this run continues one with %s and has chunks.layers: %s, so it adds sums in another order from here "
+                "on; for the same bits set chunks.layers to auto",
                 "whole layers" if before is None else f"chunks of {before} tokens",
                 str(setting).lower(),
             )
@@ -246,10 +246,10 @@ class RunPlan:
     def _needs_plan(self) -> str | None:
         """Why a step needs a plan, and how to do without. None if it does not."""
         if self._config.device_memory != AUTO:
-            also = ", and leave sequence_ranks out" if self._config.sequence_ranks > 1 else ""
+            also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
-        if self._config.sequence_ranks > 1:
-            return "sequence_ranks shares RAM by the plan, but this step cannot be planned: {}; leave it out"
+        if self._config.ranks.per_row > 1:
+            return "ranks.per_row shares RAM by the plan, but this step cannot be planned: {}; leave it out"
         return None
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
@@ -283,7 +283,7 @@ class RunPlan:
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
         """Decide the tokens of a chunk if the plan needs chunks. All ranks take the smallest number of all."""
-        if self.chunks is None or self._config.chunked_layers != "auto" or self.chunk_tokens is not None:
+        if self.chunks is None or self._config.chunks.layers != "auto" or self.chunk_tokens is not None:
             return planned
         own = None if planned is None else planned.plan.chunk_tokens
         answer = json.dumps([own, self._decided_before]).encode()
@@ -434,7 +434,7 @@ class RunPlan:
         )
         if self._device.memory_is_host:
             return hardware
-        if self._config.transport == "nccl":
+        if self._config.ranks.transport == "nccl":
             hardware = with_gpu_link(hardware)
         # The slots are allocated already, and the plan counts them.
         slots_bytes = self._layout.plan.gpu_pool_bytes - self._layout.plan.whole_device_bytes

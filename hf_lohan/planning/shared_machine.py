@@ -135,7 +135,7 @@ def measure_network(links: Links) -> float | None:
 def _offer(config: OffloadConfig, device: Device, paths: Sequence[SsdPath]) -> _Offer:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     return _Offer(
-        settings={name: value for name, value in config.to_dict().items() if name != "ssd"},
+        settings={name: value for name, value in config.to_dict(with_dots=True).items() if name != "ssd"},
         host_memory_bytes=available_host_memory_bytes(),
         device_memory_bytes=device.total_memory_bytes(),
         device="host" if device.memory_is_host else f"{device.torch_device} of {visible}",

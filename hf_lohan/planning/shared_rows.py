@@ -1,4 +1,4 @@
-"""What a step costs one of the ranks that share rows (`sequence_ranks`), from a trace of its own tokens."""
+"""What a step costs one of the ranks that share rows (`ranks.per_row`), from a trace of its own tokens."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.chunked_layers import ChunkedLayers
-from hf_lohan.config import AUTO, OffloadConfig, interval_s
+from hf_lohan.config import AUTO, ResolvedConfig, interval_s
 from hf_lohan.model import owners_of, with_rows
 from hf_lohan.planner import (
     INPUT,
@@ -93,7 +93,7 @@ class PlannedStep:
 def plan_step(
     model: nn.Module,
     layout: OffloadLayout,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     shape: StepShape,
     *,
     measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
@@ -152,7 +152,7 @@ def plan_step(
         replace(shape, num_micro_batches=1, num_together=num_together),
         in_turn.hardware,
         # What fits whole one by one is not cut to run together, because that would change numbers.
-        None if fits_whole and chunk_tokens is None and config.chunked_layers == AUTO else chunks,
+        None if fits_whole and chunk_tokens is None and config.chunks.layers == AUTO else chunks,
     )
     return _by_best_solver(_better_order(in_turn, together), simulates)
 
@@ -192,7 +192,7 @@ def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
 def _plan_shape(
     model: nn.Module,
     layout: OffloadLayout,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     shape: StepShape,
     *,
     measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
@@ -238,7 +238,7 @@ def _plan_shape(
         )
 
     keys = (0, 0)
-    if config.sequence_ranks > 1 and chunks is not None:  # a few tokens show what each has
+    if config.ranks.per_row > 1 and chunks is not None:  # a few tokens show what each has
         few = trace(chunked_loss, _FEW_TOKENS // 2, batch_size=1, sequence_length=_FEW_TOKENS)
         keys = few.keys if any(few.keys) else (key_numel(getattr(model, "config", None)), few.profile.param_itemsize)
 
@@ -247,21 +247,21 @@ def _plan_shape(
         profile = trace(chunked_loss, chunk_tokens).profile
         if config.activations == "keep":
             profile = made_again(profile)
-        if config.sequence_ranks > 1:
+        if config.ranks.per_row > 1:
             in_ram = hardware.device.shares_cpu  # the device uses the keys where the ranks share them
-            profile = with_keys_of_other_ranks(profile, keys, config.sequence_ranks, in_ram=in_ram)
+            profile = with_keys_of_other_ranks(profile, keys, config.ranks.per_row, in_ram=in_ram)
         profile = with_owners(with_rows(profile, layout.model_blocks), layout.model_blocks)
         return profile_together(profile.routed(routing), shape.num_together)
 
     def planned(
         profile: ModelProfile,
         layout: OffloadLayout,
-        config: OffloadConfig,
+        config: ResolvedConfig,
         durability: Durability,
         chunk_tokens: int | None,
     ) -> PlannedStep:
-        if config.sequence_ranks > 1:
-            keys_bytes = shared_key_bytes(profile, keys, config.sequence_ranks, chunk_tokens)
+        if config.ranks.per_row > 1:
+            keys_bytes = shared_key_bytes(profile, keys, config.ranks.per_row, chunk_tokens)
             layout = with_shared_keys(layout, keys_bytes)
 
         def plan_split(split: OffloadLayout) -> PlannedStep:
@@ -294,12 +294,12 @@ def _plan_shape(
 
     advice = None
     if is_trial:
-        setting = config.chunked_layers
+        setting = config.chunks.layers
         chunk_tokens = chunk_tokens or (setting if isinstance(setting, int) and setting is not False else None)
         return planned_in(chunk_tokens if chunks is not None else None)
     if chunks is not None:
         choice = ChunkChoice(
-            setting=config.chunked_layers,
+            setting=config.chunks.layers,
             batch_size=shape.batch_size,
             sequence_length=shape.sequence_length,
             room_bytes=room_to_hold_bytes(hardware, training_setup(config, layout, shape, asked)),
@@ -312,7 +312,7 @@ def _plan_shape(
     if chunks is not None and chunk_tokens is not None:
         reason = trace(chunked_loss, chunk_tokens).whole_because
 
-    def planned_with(other: OffloadConfig) -> OffloadPlan | None:
+    def planned_with(other: ResolvedConfig) -> OffloadPlan | None:
         """Return the plan with other settings; None if the slots or buffers do not fit."""
         try:
             other_layout = lay_out(
@@ -340,7 +340,7 @@ def _plan_shape(
         refusal = refusal.replace(
             device_memory_advice(found.plan.least_device_bytes), device_memory_advice(least_bytes)
         )
-    if refusal is not None and found.lacks_ram and config.sequence_ranks > 1:
+    if refusal is not None and found.lacks_ram and config.ranks.per_row > 1:
         least_bytes = _least_bytes(
             found.plan, lambda size: planned_with(replace(config, cpu_memory=size)), lambda plan: plan.cpu_bytes
         )
@@ -403,10 +403,9 @@ def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float
 
 
 def training_setup(
-    config: OffloadConfig, layout: OffloadLayout, shape: StepShape, durability: Durability
+    config: ResolvedConfig, layout: OffloadLayout, shape: StepShape, durability: Durability
 ) -> TrainingSetup:
     """Return the planner's input besides model and hardware."""
-    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     pools = layout.plan
     layers = [block for block in layout.blocks if block.size_class is SizeClass.LAYER]
     num_slots = pools.num_slots[SizeClass.LAYER]
@@ -414,7 +413,7 @@ def training_setup(
     state_numel = sum(block.state_numel for block in layout.blocks)
     in_slots = layers[max(0, len(layers) - num_slots) :]
     lends = num_slots >= MIN_SLOTS_TO_LEND
-    capacities = [ssd.capacity for ssd in config.ssd] if config.ssd != "auto" else ["auto"]
+    capacities = [ssd.capacity for ssd in config.ssd]
     known = [capacity for capacity in capacities if isinstance(capacity, int)]
     experts = [block for block in layout.blocks if block.size_class is SizeClass.EXPERT and block.state_numel]
     may_be_late = all(block.master.rule.may_be_late for block in experts)
@@ -424,7 +423,7 @@ def training_setup(
             num_nodes=ranks.num_nodes,
             num_local=ranks.num_local,
             collectives=layout.collectives or WAY_WITHIN_A_NODE,
-            transport="nccl" if config.transport == "nccl" else "host",
+            transport="nccl" if config.ranks.transport == "nccl" else "host",
         ),
         copy_cpu_bytes=layout.copy_cpu_bytes,
         copy_ssd_bytes=ranks.num_local * layout.copy_bytes,
@@ -434,18 +433,18 @@ def training_setup(
         pools=pools,
         gpu_fixed_bytes=pools.gpu_pool_bytes,
         cpu_fixed_bytes=pools.cpu_pool_bytes + layout.exchange_bytes - layout.copy_cpu_bytes,
-        sequence_ranks=config.sequence_ranks,
+        sequence_ranks=config.ranks.per_row,
         shared_key_bytes=layout.shared_key_bytes,
         ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
         activation_cpu_bytes=layout.activation_ram_bytes,
         records=layout.records_of_a_step,
         record_cpu_bytes=layout.record_bytes,
         activations=config.activations,
-        solver=config.solver,
+        solver=config.switches.solver,
         lent_bytes=sum(block.state_numel * block.master.working_dtype.itemsize for block in layers) if lends else 0,
-        hands_over=config.schedule == "optimized",
+        hands_over=config.switches.schedule == "optimized",
         state_bytes_per_param=state_bytes / state_numel if state_numel else 0.0,
-        clip=config.clip if layout.holds_gradients else "none",
+        clip=config.switches.clip if layout.holds_gradients else "none",
         num_micro_batches=shape.num_micro_batches,
         num_together=shape.num_together,
         durability=durability,
@@ -455,6 +454,6 @@ def training_setup(
         gradients=layout.held_gradients(),
         num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.fetched_bytes for block in in_slots),
-        lazy_experts=config.lazy_experts if may_be_late else False,
-        least_moved_rows=int(config.balance_experts) if layout.lent_expert_bytes else 0,
+        lazy_experts=config.experts.lazy if may_be_late else False,
+        least_moved_rows=int(config.experts.balance) if layout.lent_expert_bytes else 0,
     )

@@ -127,7 +127,6 @@ class RunRecord:
             return
         self._is_announced = True
         layout, tiers, config = self.engine.layout, self.engine.tiers, self.engine.config
-        assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
         step = f"a step should take {planned.step_s:.3g} s, bound by {planned.bottleneck}" if planned else "not planned"
         self._say(
             f"hf_lohan: the {layout.num_parameters:,} parameters of {layout.identity.model_class} stream from "

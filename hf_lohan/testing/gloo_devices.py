@@ -66,7 +66,7 @@ class GlooGroup(DeviceGroup):
 
 @contextmanager
 def gloo_between_cpus() -> Iterator[None]:
-    """A context in which `transport: nccl` is allowed on CPU devices, and uses gloo."""
+    """A context in which `ranks.transport: nccl` is allowed on CPU devices, and uses gloo."""
 
     def open_group(_device: CpuDevice, store: Any, member: int, num_members: int) -> DeviceGroup:
         return GlooGroup(store, member, num_members)

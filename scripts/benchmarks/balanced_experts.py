@@ -1,4 +1,4 @@
-"""Compares steps of the ranks of one machine with and without balanced rows of experts (`balance_experts`), where half
+"""Compares steps of the ranks of one machine with and without balanced rows of experts (`experts.balance`), where half
 of the rows go to one expert of each layer.
 
 Experts compute by waiting: each row takes a time, twice of it in backward, so that all ranks compute at once on any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.attachment import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -67,7 +67,7 @@ def measure_rank(
 ) -> tuple[list[float], dict[str, int]]:
     """Return the seconds of steps of one side, and the rows of the most loaded rank."""
     own_folder = str(folder / f"rank-{links.ranks.rank}")
-    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "io_threads": 1, "experts": "streamed", **own}
+    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "_io_threads": 1, "experts": "streamed", **own}
     config = OffloadConfig.load(settings, activations="recompute").resolve(
         host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=1, default_ssd_path=own_folder
     )
@@ -119,11 +119,11 @@ def main(
     *,
     num_ranks: int = 4,
     num_experts: int = 16,
-    least_rows: Annotated[int, typer.Option(help="the setting balance_experts")] = 16,
+    least_rows: Annotated[int, typer.Option(help="the setting experts.balance")] = 16,
     row_us: Annotated[float, typer.Option(help="microseconds that an expert computes a row")] = 200.0,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    sides: dict[str, Any] = {"owners": {}, "balanced": {"balance_experts": least_rows}}
+    sides: dict[str, Any] = {"owners": {}, "balanced": {"experts.balance": least_rows}}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     rows: dict[str, int] = {}
     for _ in range(2):  # A B A B

@@ -213,7 +213,7 @@ def main(
     peak_batch: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> dict[str, Any]:
     # The side without commits would never write copies in RAM to the drive.
-    device, settings = options.device, {**options.budgets, "clip": "defer", "resident_records": "none"}
+    device, settings = options.device, {**options.budgets, "_clip": "defer", "_resident_records": "none"}
     if only_peak is not None:
         side: Side = "on" if only_peak == "on" else "off"
         with folder_in(options.store) as folder:

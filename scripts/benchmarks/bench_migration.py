@@ -39,7 +39,8 @@ from hf_lohan.annexes.studies.step_bound import least_step_s
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import read_hardware
-from hf_lohan.huggingface.attachment import offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import (
     BlockProfile,
     HardwareProfile,
@@ -169,7 +170,7 @@ class Case:
         settings = {
             "cpu_memory": "12MiB",
             "gpu_memory": "6MiB",
-            "resident_records": "none",
+            "_resident_records": "none",
             "commit_every": 1,
             "activations": "auto",
         }
@@ -180,7 +181,7 @@ class Case:
 def engine_with(case: Case, solver: str, folder: Path, hardware: HardwareProfile) -> Iterator[OffloadEngine]:
     """Yield an engine that plans with a solver."""
     work = case.work
-    config = OffloadConfig.load({**work.settings, "solver": solver, "ssd": str(folder / "store")})
+    config = OffloadConfig.load({**work.settings, "_solver": solver, "ssd": str(folder / "store")})
     device = PacedDevice(link_bytes_per_s=case.link_bytes_per_s, flops_per_s=case.flops_per_s)
     model = work.model(device)
     keep_for_planner(hardware, model, config, device, work.options, folder)

@@ -86,7 +86,7 @@ def run(checkpoint: Path, shape: Shape, offload: dict[str, Any], num_steps: int,
 
 @benchmark("packed", hidden=768, layers=11, intermediate=2048, vocabulary=2000, batch_size=1, sequence_length=16)
 def main(options: Options, *, method: str = "nf4", drive: float = 0.5e9, steps_per_turn: int = 8) -> dict[str, Any]:
-    offload = {"resident_records": "none", "cpu_memory": "200MiB", "gpu_memory": "100MiB"}
+    offload = {"_resident_records": "none", "cpu_memory": "200MiB", "gpu_memory": "100MiB"}
     sides = {"unpacked": offload | {"quantize": "none"}, "packed": offload | {"quantize": method}}
     read_bytes: dict[str, int] = {}
     with folder_in(options.store) as folder:

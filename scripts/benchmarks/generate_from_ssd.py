@@ -181,8 +181,8 @@ class SureLoads(ExpertSchedule):
 def laid_out(model: Any, task: Task, side: Side, folder: Path) -> tuple[OffloadLayout, OffloadConfig]:
     """Return a layout with the side's number of slots."""
     config = OffloadConfig.load(
-        gpu_memory="1TiB", cpu_memory=task.options.cpu_memory, ssd=str(folder / "store"), resident_records="none",
-        activations="keep", durability="checkpoint", prefetch_blocks=RING - 1, expert_cache="off",
+        gpu_memory="1TiB", cpu_memory=task.options.cpu_memory, ssd=str(folder / "store"), _resident_records="none",
+        activations="keep", durability="checkpoint", prefetch_blocks=RING - 1, **{"experts.cache": "off"},
         experts="streamed" if task.num_experts else "auto",
     )  # fmt: skip
     device = PacedDevice(link_bytes_per_s=LINK_BYTES_PER_S, flops_per_s=1e18)

@@ -48,7 +48,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import IoEngine
 from hf_lohan.hardware import cached_hardware, measure_hardware
-from hf_lohan.huggingface.attachment import offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import HardwareProfile, forecast
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
@@ -197,7 +198,7 @@ def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
     """Yield a run after its steps. With `hardware` the run plans for this hardware, at the device's rate of FLOPs."""
-    config = OffloadConfig.load({**work.settings, "clip": side.clip, "ssd": str(folder / "store")})
+    config = OffloadConfig.load({**work.settings, "_clip": side.clip, "ssd": str(folder / "store")})
     timeline = Timeline(is_tracing=config.trace)
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
     model = work.model(device)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.attachment import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks, connect
@@ -105,7 +105,7 @@ def our_step(
     """Return a step with the settings ``own``."""
     own_folder = str(folder / f"rank-{ranks.rank}")
     links = connect(ranks, store, HANGS_AFTER_S)
-    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "io_threads": 1, **own}
+    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "_io_threads": 1, **own}
     config = OffloadConfig.load(settings, activations="recompute").resolve(
         host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=1, default_ssd_path=own_folder
     )
@@ -147,7 +147,7 @@ def be_rank(
     batch = options.shape.batches(ranks.num_ranks, "cpu")[ranks.rank]
     sides = {} if num_experts else {ZERO_3: zero_3_step(options, ranks, batch)}
     for number, mode in enumerate(modes):
-        own = {"expert_parallel": mode} if num_experts else {"collectives": _setting(mode)}
+        own = {"experts.parallel": mode} if num_experts else {"ranks.collectives": _setting(mode)}
         sides[mode] = our_step(options, ranks, batch, store, folder / str(number), num_experts, own)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     sent: dict[str, list[int]] = {side: [] for side in sides}
@@ -221,7 +221,8 @@ def main(
     nodes: int = 2,
     ranks_a_node: int = 2,
     mode: Annotated[
-        list[str] | None, typer.Option(help="of `collectives`, or JSON; of `expert_parallel` for a mixture; repeatable")
+        list[str] | None,
+        typer.Option(help="of `collectives`, or JSON; of `experts.parallel` for a mixture; repeatable"),
     ] = None,
     num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
 ) -> dict[str, Any]:

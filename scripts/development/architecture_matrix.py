@@ -156,7 +156,7 @@ def try_chunks(name: str, folder: Path) -> Outcome:
     by the order of sums."""
     from tiny_configs import tiny_model_of
 
-    from hf_lohan.huggingface.attachment import run_plan_of
+    from hf_lohan.huggingface.offloaded_model import run_plan_of
 
     if name in NOT_TRAINED_HERE:
         return Outcome(name, NOT_TRIED, NOT_TRAINED_HERE[name])
@@ -173,7 +173,7 @@ def try_chunks(name: str, folder: Path) -> Outcome:
         chunks = None if plan is None else plan.chunks
         seen.append((False, []) if chunks is None else (chunks.has_cut, chunks.reasons()))
 
-    settings = {"activations": "recompute", "experts": "with_layer", "chunked_layers": CHUNK_TOKENS}
+    settings = {"activations": "recompute", "experts": "with_layer", "chunks.layers": CHUNK_TOKENS}
     try:
         _, found = train_offloaded(model, make_batch, folder, settings, see=see, eps=CHUNKS_EPS)
     except Exception as error:
@@ -273,7 +273,7 @@ def train_offloaded(
     prepared = None
     for gpu_bytes in (1 << shift for shift in range(19, 29)):
         settings = {"gpu_memory": gpu_bytes, "cpu_memory": "64MiB", "prefetch_blocks": 1, **asked}
-        plugin = hf_lohan.LohanPlugin(offload={**settings, "ssd": str(folder), "io_threads": 2, "cpu_threads": 1})
+        plugin = hf_lohan.LohanPlugin(offload={**settings, "ssd": str(folder), "_io_threads": 2, "cpu_threads": 1})
         accelerator = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps, weight_decay=0.1, fused=True)
         try:

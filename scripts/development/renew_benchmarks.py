@@ -280,7 +280,7 @@ BENCHMARKS = (
         (
             Row(
                 "a mixture of 16 experts on two nodes, a link of 50 Mbit/s: how many times as fast rows to experts "
-                "(`expert_parallel: world`) make a step as experts to ranks",
+                "(`experts.parallel: world`) make a step as experts to ranks",
                 "5",
                 divided_experts,
             ),
@@ -293,7 +293,7 @@ BENCHMARKS = (
         (
             Row(
                 "a mixture of 16 experts on 4 ranks of a machine, half of the rows for one; experts compute by "
-                "waiting: how many times as fast `balance_experts` makes a step",
+                "waiting: how many times as fast `experts.balance` makes a step",
                 "-",
                 balanced_experts,
             ),

@@ -24,8 +24,10 @@ import typer
 from typer.testing import CliRunner
 
 import hf_lohan.config.offload_config as settings_module
+import hf_lohan.config.tables as tables_module
 from hf_lohan.cli import app, plan_report
 from hf_lohan.config import OffloadConfig
+from hf_lohan.config.offload_config import TABLES
 from hf_lohan.planning import LongestRow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +56,8 @@ FITS = (
 SETTINGS_HEAD = """# Settings, one by one
 
 Made from `OffloadConfig` by `scripts/development/renew_docs.py`. [Configuration](configuration.md) says which settings
-to look at first. Sizes are bytes, or text such as `24GiB` and `24GB`.
+to look at first. Sizes are bytes, or text such as `24GiB` and `24GB`. `experts.lazy` is the key `lazy` of the table
+`experts`. A config has it as `experts: {lazy: true}` or as `experts.lazy: true`.
 
 | setting | type | default |
 |---|---|---|
@@ -138,17 +141,28 @@ def with_table(text: str) -> str:
 
 
 def settings_page() -> str:
-    """Return `docs/settings.md`, with each field of `OffloadConfig`, its type, default and docstring."""
-    fields = explained_fields()
-    defaults = OffloadConfig().to_dict()
-    rows = [f"| [`{name}`](#{name}) | {_type(fields[name][0])} | `{value}` |" for name, value in defaults.items()]
-    sections = [f"## {name}\n\n{_as_markdown(text)}\n" for name, (_, text) in fields.items()]
-    return SETTINGS_HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
+    """Return `docs/settings.md`, with each field of `OffloadConfig` and of its tables, its type, default and
+    docstring."""
+    defaults, tables = OffloadConfig().to_dict(), {of.NAME: of for of in TABLES}
+    lines, sections = [], []
+    for name, (annotation, text) in explained_fields(OffloadConfig).items():
+        if name not in defaults:
+            continue
+        sections.append(f"## {name}\n\n{_as_markdown(text)}\n")
+        kind, default = _type(annotation), f"`{defaults[name]}`"
+        if name in tables:
+            keys = explained_fields(tables[name])
+            kind, default = f"a table of {', '.join(f'`{key}`' for key in keys)}", ""
+            for key, (of_key, text_of_key) in keys.items():
+                about = f"{_type(of_key, ' or ')}; default `{defaults[name][key]}`"
+                sections.append(f"### {name}.{key}\n\n{about}\n\n{_as_markdown(text_of_key)}\n")
+        lines.append(f"| [`{name}`](#{name}) | {kind} | {default} |")
+    return SETTINGS_HEAD + "\n".join(lines) + "\n\n" + "\n".join(sections)
 
 
-def explained_fields() -> dict[str, tuple[str, str]]:
+def explained_fields(of: type) -> dict[str, tuple[str, str]]:
     """Return (annotation, docstring) by field, in order."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(OffloadConfig))).body[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
     assert isinstance(body, ast.ClassDef)
     fields = {}
     for field, doc in zip(body.body, body.body[1:], strict=False):
@@ -160,19 +174,22 @@ def explained_fields() -> dict[str, tuple[str, str]]:
     return fields
 
 
-def _type(annotation: str) -> str:
+def _type(annotation: str, separator: str = " \\| ") -> str:
     """Return a field's type as the user of a YAML file writes it."""
-    choices = getattr(settings_module, annotation, None)
+    choices = getattr(tables_module, annotation, getattr(settings_module, annotation, None))
     if choices is not None and hasattr(choices, "__args__"):
-        return " \\| ".join(f"`{choice}`" for choice in choices.__args__)
+        return separator.join(f"`{choice}`" for choice in choices.__args__)
     words = {
         "bool": "true or false",
         "Literal[False]": "`false`",
         "Literal['auto']": "`auto`",
         "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}",
-        "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients, within}",
+        "Collectives": separator.join(("`exact`", "`quantized`", "{forward, backward, gradients, within}")),
+        "Quantization": separator.join(
+            ("`auto`", "`none`", "`nf4`", "`fp4`", "`int8`", "{method, double, block, skip}")
+        ),
     }
-    return " \\| ".join(words.get(part, part) for part in annotation.split(" | "))
+    return separator.join(words.get(part, part) for part in annotation.split(" | "))
 
 
 def _as_markdown(text: str) -> str:

@@ -177,9 +177,9 @@ def test_reading_logits_after_a_training_forward_is_exact_or_refused() -> None:
         logits = outputs.logits
         assert logits.shape == expected.shape and logits.dtype == expected.dtype and logits.requires_grad
         assert "PendingLogits" in repr(logits)
-        with pytest.raises(RuntimeError, match="chunked_loss: false"):
+        with pytest.raises(RuntimeError, match=r"chunks\.loss: false"):
             logits.sum()
-        with pytest.raises(RuntimeError, match="chunked_loss: false"):
+        with pytest.raises(RuntimeError, match=r"chunks\.loss: false"):
             F.cross_entropy(logits.view(-1, 256), batch()["labels"].view(-1))
         with torch.no_grad():
             assert torch.equal(logits.argmax(-1), expected.argmax(-1))
@@ -213,7 +213,7 @@ def test_writing_to_logits_after_a_view_is_refused() -> None:
 
     model = tiny_model("llama")
     model.loss_function = loss_function
-    with chunked(model), pytest.raises(RuntimeError, match="set chunked_loss: false"):
+    with chunked(model), pytest.raises(RuntimeError, match=r"set chunks\.loss: false"):
         model(**batch())
 
 
@@ -264,7 +264,7 @@ def test_logits_are_refused_after_the_head_has_changed() -> None:
             logits = model(**batch()).logits
         assert torch.equal(logits + 0, model(**batch()).logits)
         model.lm_head.weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"before optimizer.step\(\), or set chunked_loss: false"):
+        with pytest.raises(RuntimeError, match=r"before optimizer.step\(\), or set chunks.loss: false"):
             logits.argmax(-1)
 
 

@@ -56,7 +56,7 @@ NEEDS = {
     "embedding_rows": lambda: OffloadConfig(embedding="rows"),
     "gpu_direct": lambda: OffloadConfig(gpu_direct=True),
     "resharding": lambda: resharding_for("lohan reshard"),
-    "studies": lambda: OffloadConfig(solver="migration"),
+    "studies": lambda: OffloadConfig.load(_solver="migration"),
 }
 found = {}
 for annex in sys.argv[2:]:

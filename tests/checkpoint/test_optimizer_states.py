@@ -18,7 +18,7 @@ from hf_lohan.checkpoint.optimizer_states import (
     save_optimizer_states,
 )
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.models.loading import reload_weights
+from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.optim import TIE_CODES
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -15,7 +15,7 @@ from trained_states import FORMATS, INDEX, Offload, everything, train
 from hf_lohan.checkpoint import optimizer_states
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.models.loading import reload_weights
+from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks

@@ -43,7 +43,8 @@ def test_config_prints_the_settings_of_this_machine() -> None:
     assert settings["ssd"] == "auto", "its folder is in a run's output directory"
     assert "output directory" in result.stdout
     assert settings["cpu_threads"] == usable_cpus()
-    assert OffloadConfig.load({**settings, "ssd": "somewhere"}).is_resolved
+    resolved = OffloadConfig.load({**settings, "ssd": "somewhere"})
+    assert "auto" not in (resolved.gpu_memory, resolved.cpu_memory, resolved.prefetch_blocks)
 
 
 def test_config_keeps_settings_of_the_user(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_config_keeps_settings_of_the_user(tmp_path: Path) -> None:
     settings = json.loads(result.stdout)
     assert settings["cpu_memory"] == 2**30
     assert settings["ssd"] == [{"path": str(tmp_path), "capacity": 2**31}]
-    assert OffloadConfig.load(settings).is_resolved
+    assert OffloadConfig.load(settings).gpu_memory == settings["gpu_memory"] != "auto"
 
 
 def test_the_printed_yaml_is_a_config_file(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_two_ranks_print_the_text_of_one_process_once(checkpoint: Path, tmp_path
 
 def test_read_bytes_and_the_bound_are_printed(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "lohan.yaml"
-    config.write_text("resident_records: none\n")
+    config.write_text("_resident_records: none\n")
     result = generate(checkpoint, tmp_path, "--config", str(config), gpu_memory="850KiB")
     assert result.exit_code == 0, result.output
     read, missing = re.findall(r"(\d+(?:\.\d+)? KiB)", result.stderr)[:2]

@@ -18,6 +18,7 @@ import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app, plan_report
 from hf_lohan.cli.plan_report import print_plan
 from hf_lohan.cli.plan_request import PlanRequest
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.testing.models import tiny_config
@@ -36,7 +37,7 @@ def test_predictions_match_the_table_of_the_paper(model_13b: str, tmp_path: Path
     have on 24 GB.
     """
     all_on_ssd = tmp_path / "lohan.yaml"
-    all_on_ssd.write_text("resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
+    all_on_ssd.write_text("_resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
     errors = []
     for num_drives, measured_tflops in MEASURED_TFLOPS.items():
         hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(num_drives), device={"memory_bytes": "80GB"})
@@ -60,8 +61,8 @@ def test_the_model_is_an_argument_or_an_option(tiny: str, monkeypatch: pytest.Mo
 
 def test_default_settings_are_automatic_and_paper_puts_all_state_on_the_ssds(tiny: str, tmp_path: Path) -> None:
     automatic, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
-    automatic.write_text("resident_records: auto\n")
-    all_on_ssd.write_text("resident_records: none\n")
+    automatic.write_text("_resident_records: auto\n")
+    all_on_ssd.write_text("_resident_records: none\n")
     sizes = {"batch_size": 1, "seq_len": 16}
     default = planned(tiny, "--hardware", DESKTOP, **sizes)
     assert default == planned(tiny, "--hardware", DESKTOP, "--offload", automatic, **sizes)
@@ -130,7 +131,7 @@ def test_options_change_the_plan(model_of_4_layers: str, tmp_path: Path) -> None
 def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:
     """The records of adapters are float32 weights and two moments. The base is read and never written."""
     offload = tmp_path / "offload.yaml"
-    offload.write_text("resident_records: none\n")
+    offload.write_text("_resident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
     full = planned(tiny, *options, batch_size=1, seq_len=16)
     lora = planned(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16)
@@ -147,7 +148,7 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     """They move the bytes of one batch of their total size, with a smaller working set."""
     OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
     offload = tmp_path / "vertical.yaml"
-    offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
+    offload.write_text("vertical_micro_batches: true\n_resident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
     in_one = planned(model_13b, *options, batch_size=32)
     together = planned(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8)
@@ -183,7 +184,7 @@ def test_a_device_that_is_slow_enough_hides_the_ssds_from_one_token_on(tiny: str
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_the_nearest_changes_are_planned_like_the_run(tmp_path: Path) -> None:
     offload = tmp_path / "offload.yaml"
-    offload.write_text("clip: auto\n")
+    offload.write_text("_clip: auto\n")
     options = ("--hardware", DESKTOP, "--offload", offload)
     values = planned(LLAMA_8B, *options, batch_size=8, with_changes=True)
     assert values["times_slower_than_hidden"] == pytest.approx(values["step_s"] / values["ssd_hidden_step_s"])
@@ -220,7 +221,7 @@ def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_
     values = {}
     for dtype in ("float32", "bfloat16", "int8"):
         offload = tmp_path / f"{dtype}.yaml"
-        offload.write_text(f"optimizer_state_dtype: {dtype}\nresident_records: none\nactivations: recompute\n")
+        offload.write_text(f"optimizer_state_dtype: {dtype}\n_resident_records: none\nactivations: recompute\n")
         values[dtype] = planned(model_13b, "--hardware", PAPER, "--offload", offload, batch_size=8)
     num_params = 12.85e9
     stored = {dtype: sum(value["tier_bytes"]["ssd"].values()) for dtype, value in values.items()}
@@ -300,7 +301,7 @@ def test_plot_writes_a_picture(model_of_4_layers: str, tmp_path: Path, shares_cp
 @pytest.mark.slow
 def test_the_longest_row_fits_and_a_longer_one_does_not(tmp_path: Path) -> None:
     whole = tmp_path / "whole.yaml"
-    whole.write_text("chunked_layers: false\n")
+    whole.write_text("chunks.layers: false\n")
     machine = ("--hardware", DESKTOP, "--offload", whole)
     options: dict[str, Any] = {"batch_size": 1, "with_changes": True}
     values = json.loads(plan(LLAMA_8B, *machine, "--json", seq_len=2048, **options).stdout)
@@ -360,7 +361,7 @@ def test_without_a_hardware_file_this_machine_is_measured(tiny: str, monkeypatch
     monkeypatch.setattr(plan_request, "cached_hardware", cached_hardware)
     result = plan(tiny, batch_size=2, seq_len=16)
     assert result.exit_code == 0, result.stderr
-    assert arguments["config"].is_resolved
+    assert isinstance(arguments["config"], ResolvedConfig)
     assert {shape.num_rows for shape in arguments["matrix_shapes"]} == {2 * 16}
 
 
@@ -377,7 +378,7 @@ def test_a_hardware_file_with_gpudirect_is_planned_for_unless_the_setting_says_n
 
     def step(hardware: str, setting: str) -> tuple[float, float]:
         offload = tmp_path / f"{setting}.yaml"
-        offload.write_text(f"gpu_direct: {setting}\nresident_records: none\n")
+        offload.write_text(f"gpu_direct: {setting}\n_resident_records: none\n")
         values = planned(tiny, "--hardware", hardware, "--offload", offload, "--max-grad-norm", 0, batch_size=1)
         return values["step_s"], values["simulated_step_s"]
 

@@ -49,7 +49,7 @@ def saved_config(tmp_path: Path, name: str) -> str:
 
 def settings_file(tmp_path: Path, **settings: Any) -> str:
     path = tmp_path / "offload.yaml"
-    path.write_text(yaml.safe_dump({"experts": "streamed", "resident_records": "none", **settings}))
+    path.write_text(yaml.safe_dump({"experts": "streamed", "_resident_records": "none", **settings}))
     return str(path)
 
 
@@ -137,7 +137,7 @@ def lines_run(tmp_path: Path, num_experts: int) -> Counter[str]:
         model=str(tmp_path / str(num_experts)),
         batch_size=1,
         sequence_length=16,
-        offload=settings_file(tmp_path, gpu_memory="64MiB", cpu_memory="256MiB", resident_records="auto"),
+        offload=settings_file(tmp_path, gpu_memory="64MiB", cpu_memory="256MiB", _resident_records="auto"),
         hardware=str(DESKTOP),
     )
     num_lines: Counter[str] = Counter()
@@ -172,7 +172,7 @@ def test_copies_of_an_expert_count_when_codes_scales_and_biases_have_them(tmp_pa
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
     config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **sizes, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    offload = settings_file(tmp_path, resident_records="auto", cpu_memory="2MiB", gpu_memory="8MiB")
+    offload = settings_file(tmp_path, _resident_records="auto", cpu_memory="2MiB", gpu_memory="8MiB")
     words = ["--hardware", str(DESKTOP), "--offload", offload, "--lora-rank", "2", "--quantize", "nf4"]
     request = {"batch_size": 1, "seq_len": 8}
     text = plan(str(tmp_path / "config.json"), *words, **request).stdout

@@ -70,7 +70,7 @@ def test_quantized_collectives_are_opt_in(llama_of_4_layers: str) -> None:
 def test_the_option_overrides_the_collectives_of_the_settings(llama_of_4_layers: str, tmp_path: Path) -> None:
     offload = tmp_path / "offload.yaml"
     collectives = {"forward": "int8", "backward": "world", "gradients": "exact"}
-    offload.write_text(yaml.safe_dump({"collectives": collectives}))
+    offload.write_text(yaml.safe_dump({"ranks.collectives": collectives}))
     options = ("--ranks", 2, "--nodes", 2, "--link", "1Gbit", "--offload", offload)
     arguments = (llama_of_4_layers, "--hardware", DESKTOP, *options)
     assert planned(*arguments, batch_size=8)["cluster"]["collectives"] == {**collectives, "within": "exact"}
@@ -110,7 +110,7 @@ def test_codecs_within_a_node_save_bytes_of_each_link(llama_of_4_layers: str) ->
 def test_links_between_gpus_are_named_and_priced(tiny: str, tmp_path: Path) -> None:
     linked = hardware_file(tmp_path / "linked.yaml", DESKTOP, gpu_link="nvlink")
     offload = tmp_path / "offload.yaml"
-    offload.write_text("transport: nccl\n")
+    offload.write_text("ranks.transport: nccl\n")
     arguments = (tiny, "--hardware", linked, "--ranks", 2)
     host = planned(*arguments, batch_size=8)
     nccl = planned(*arguments, "--offload", offload, batch_size=8)
@@ -133,7 +133,7 @@ def test_links_between_gpus_are_named_and_priced(tiny: str, tmp_path: Path) -> N
     assert "Links between the GPUs of a node: NVLink, 45 GB/s in each direction (assumed, as between two" in printed
     assert "links between GPUs" in printed and "weights between GPUs" in printed
     printed = " ".join(plan(*arguments, batch_size=8).stdout.split())
-    assert "Links between the GPUs of a node: NVLink. With transport: host nothing takes them." in printed
+    assert "Links between the GPUs of a node: NVLink. With ranks.transport: host nothing takes them." in printed
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_
         (["--ranks", 2, "--nodes", 2, "--link", "0Gbit"], "link = '0Gbit' is not allowed"),
         (
             ["--ranks", 8, "--nodes", 4, "--link", "1Gbit", "--collectives", "backward=3"],
-            "collectives: backward: 3 is set with 8 ranks on nodes of 2; the ranks of a node share one copy",
+            "ranks.collectives: backward: 3 is set with 8 ranks on nodes of 2; the ranks of a node share one copy",
         ),
         (["--collectives", "lossy"], "collectives = 'lossy' is not allowed; write exact, quantized, or some of"),
     ],
@@ -268,7 +268,7 @@ def test_divided_experts_are_compared_with_undivided_ones(mixture: str) -> None:
     assert sent[1]["gradients"] < sent[0]["gradients"] / 3
     assert world["ranks"]["rows_equal_weights_at_tokens"] > 64
     printed = plan(*arguments, **size).stdout
-    assert "If each expert belonged to one rank (expert_parallel: world), a step would take " in printed
+    assert "If each expert belonged to one rank (experts.parallel: world), a step would take " in printed
     printed = plan(*arguments, "--expert-parallel", "world", **size).stdout
     for text in ("tokens to experts, forward", "Each expert belongs to one of 2 ranks", "fewer bytes between nodes"):
         assert text in printed, text
@@ -277,7 +277,7 @@ def test_divided_experts_are_compared_with_undivided_ones(mixture: str) -> None:
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_balanced_experts_are_compared_with_undivided_ones(mixture: str, tmp_path: Path) -> None:
     offload = tmp_path / "lohan.yaml"
-    offload.write_text("gpu_memory: 250MiB\nbalance_experts: 64\n")
+    offload.write_text("gpu_memory: 250MiB\nexperts.balance: 64\n")
     arguments = (mixture, "--hardware", DESKTOP, "--ranks", 2, "--offload", str(offload))
     size = {"batch_size": 1, "seq_len": 64}
     facts = planned(*arguments, **size)["expert_parallel"]
@@ -291,4 +291,4 @@ def test_a_wrong_expert_parallel_is_refused(mixture: str, llama_of_4_layers: str
     wrong = runner.invoke(app, ["plan", "--model", mixture, *sizes, "--expert-parallel", "wrld"])
     assert wrong.exit_code == 2 and "'wrld'" in wrong.stderr and "world" in wrong.stderr
     dense = runner.invoke(app, ["plan", "--model", llama_of_4_layers, *sizes, "--expert-parallel", "world"])
-    assert dense.exit_code == 2 and "expert_parallel: world is set" in dense.stderr
+    assert dense.exit_code == 2 and "experts.parallel: world is set" in dense.stderr

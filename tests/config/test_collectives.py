@@ -26,14 +26,14 @@ from hf_lohan.config import Collectives, ConfigError, OffloadConfig
     ],
 )
 def test_every_spelling_survives_a_round_trip(setting: Any, expected: Collectives) -> None:
-    config = OffloadConfig.load(collectives=setting)
-    assert config.collectives == expected
+    config = OffloadConfig.load(ranks={"collectives": setting})
+    assert config.ranks.collectives == expected
     assert OffloadConfig.load(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_the_default_rounds_nothing() -> None:
-    assert OffloadConfig().collectives.is_exact
-    assert OffloadConfig().to_dict()["collectives"] == "exact"
+    assert OffloadConfig().ranks.collectives.is_exact
+    assert OffloadConfig().to_dict()["ranks"]["collectives"] == "exact"
 
 
 @pytest.mark.parametrize(
@@ -47,37 +47,37 @@ def test_the_default_rounds_nothing() -> None:
     ],
 )
 def test_rounding_settings_are_not_exact(setting: Any, is_exact: bool) -> None:
-    assert OffloadConfig.load(collectives=setting).collectives.is_exact is is_exact
+    assert OffloadConfig.load(**{"ranks.collectives": setting}).ranks.collectives.is_exact is is_exact
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("fast", "collectives: 'fast' is not allowed; give 'exact', 'quantized', or a table"),
-        (None, "collectives: None is not allowed"),
+        ("fast", "ranks.collectives: 'fast' is not allowed; give 'exact', 'quantized', or a table"),
+        (None, "ranks.collectives: None is not allowed"),
         (
             {"forward": "int4"},
-            "collectives: forward: 'int4' is not allowed; choose 'auto' or 'exact' or 'int8' or 'delta'",
+            "ranks.collectives: forward: 'int4' is not allowed; choose 'auto' or 'exact' or 'int8' or 'delta'",
         ),
         ({"backward": True}, "choose 'auto' or 'world' or 'node' or 'ram' or 'ssd'"),
-        ({"within": "int2"}, "collectives: within: 'int2' is not allowed; choose 'exact' or 'int8' or 'int4'"),
-        ({"within": True}, "collectives: within: True is not allowed"),
+        ({"within": "int2"}, "ranks.collectives: within: 'int2' is not allowed; choose 'exact' or 'int8' or 'int4'"),
+        ({"within": True}, "ranks.collectives: within: True is not allowed"),
         ({"gradient": "int4"}, "did you mean 'gradients'"),
     ],
 )
 def test_a_refused_value_is_quoted(value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        OffloadConfig.load(collectives=value)
+        OffloadConfig.load(**{"ranks.collectives": value})
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("slowest_step_s", "timeout_s"), [(0.0, 120.0), (5.0, 120.0), (60.0, 600.0)])
 def test_the_automatic_timeout_follows_the_slowest_step(slowest_step_s: float, timeout_s: float) -> None:
-    assert OffloadConfig().net_timeout_s(slowest_step_s) == timeout_s
-    assert OffloadConfig(net_timeout=7).net_timeout_s(slowest_step_s) == 7.0
+    assert OffloadConfig().ranks.timeout_s(slowest_step_s) == timeout_s
+    assert OffloadConfig.load(ranks={"timeout": 7}).ranks.timeout_s(slowest_step_s) == 7.0
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "10s", float("inf"), float("nan"), None])
 def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"net_timeout: .* give a number of seconds above 0, or 'auto'"):
-        OffloadConfig(net_timeout=value)
+    with pytest.raises(ConfigError, match=r"ranks.timeout: .* give a number of seconds above 0, or 'auto'"):
+        OffloadConfig.load(ranks={"timeout": value})

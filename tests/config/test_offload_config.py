@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
+from hf_lohan.config import ConfigError, OffloadConfig, ResolvedConfig, SsdPath
+from hf_lohan.config.tables import Switches
 
 GIB = 2**30
 MACHINE: dict[str, Any] = {
@@ -34,14 +35,13 @@ def write(path: Path, text: str) -> Path:
 def test_an_empty_config_is_all_automatic(source: Any) -> None:
     config = OffloadConfig.load(source)
     assert config == OffloadConfig()
-    assert (config.activations, config.schedule) == ("auto", "optimized")
+    assert (config.activations, config.switches.schedule) == ("auto", "optimized")
     assert (config.optimizer_state_dtype, config.moment_dtype) == ("auto", "float32")
-    assert not config.is_resolved
 
 
 def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
-    settings = {"gpu_memory": "2GiB", "ssd": [str(tmp_path)], "schedule": "naive"}
-    expected = OffloadConfig(gpu_memory=2 * GIB, ssd=(SsdPath(str(tmp_path)),), schedule="naive")
+    settings = {"gpu_memory": "2GiB", "ssd": [str(tmp_path)], "_schedule": "naive"}
+    expected = OffloadConfig(gpu_memory=2 * GIB, ssd=(SsdPath(str(tmp_path)),), switches=Switches(schedule="naive"))
     flat = write(tmp_path / "flat.yaml", yaml.safe_dump(settings))
     nested = write(tmp_path / "nested.yml", yaml.safe_dump({"lohan": settings}))
     unnamed = write(tmp_path / "settings", yaml.safe_dump(settings))
@@ -60,10 +60,10 @@ def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
 
 
 def test_keywords_override(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.yaml", "gpu_memory: 2GiB\nio_threads: 3\n")
+    path = write(tmp_path / "a.yaml", "gpu_memory: 2GiB\ncpu_threads: 3\n")
     config = OffloadConfig.load(path, gpu_memory="3GiB", prefetch_blocks=4)
-    assert (config.gpu_memory, config.io_threads, config.prefetch_blocks) == (3 * GIB, 3, 4)
-    assert OffloadConfig.load(config, io_threads="auto").io_threads == "auto"
+    assert (config.gpu_memory, config.cpu_threads, config.prefetch_blocks) == (3 * GIB, 3, 4)
+    assert OffloadConfig.load(config, cpu_threads="auto").cpu_threads == "auto"
 
 
 def test_an_empty_file_is_all_automatic(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def refusal(source: Any = None, **overrides: Any) -> str:
         ("gpu_mem", "gpu_memory"),
         ("cpu_memroy", "cpu_memory"),
         ("SSD", "ssd"),
-        ("io_thread", "io_threads"),
+        ("cpu_thread", "cpu_threads"),
         ("prefetch", "prefetch_blocks"),
     ],
 )
@@ -96,14 +96,14 @@ def test_a_misspelt_key_names_the_right_one(misspelt: str, right: str, tmp_path:
 
 
 def test_device_memory_bounds_what_auto_allows_for_slots() -> None:
-    def resolved(**settings: Any) -> OffloadConfig:
+    def resolved(**settings: Any) -> ResolvedConfig:
         return OffloadConfig.load(settings).resolve(
             host_memory_bytes=64 * GIB, device_memory_bytes=24 * GIB, num_cpus=2, default_ssd_path="x"
         )
 
     assert resolved(device_memory="10GiB").gpu_memory == 8 * GIB
     assert resolved(device_memory="48GiB").gpu_memory == 24 * GIB * 8 // 10
-    assert resolved().device_memory == "auto" and resolved().is_resolved
+    assert resolved().device_memory == "auto"
     larger = resolved(device_memory="10GiB").with_device_memory(20 * GIB)
     assert (larger.device_memory, larger.gpu_memory) == (20 * GIB, 16 * GIB)
     assert resolved(device_memory="10GiB", gpu_memory="2GiB").with_device_memory(20 * GIB).gpu_memory == 2 * GIB
@@ -112,10 +112,10 @@ def test_device_memory_bounds_what_auto_allows_for_slots() -> None:
 
 
 def test_migration_needs_activations_to_place() -> None:
-    text = refusal({"solver": "migration", "activations": "recompute"})
-    assert "activations: 'recompute' leaves it no choice; set activations to auto, or solver to auto" in text
-    kept = OffloadConfig.load({"solver": "migration"}).with_all_activations_kept()
-    assert (kept.activations, kept.solver) == ("keep", "auto")
+    text = refusal({"_solver": "migration", "activations": "recompute"})
+    assert "activations: 'recompute' leaves it no choice; set activations to auto, or _solver to auto" in text
+    kept = OffloadConfig.load({"_solver": "migration"}).resolve(**MACHINE).with_all_activations_kept()
+    assert (kept.activations, kept.switches.solver) == ("keep", "auto")
 
 
 def test_an_unknown_key_lists_the_known_keys() -> None:
@@ -130,16 +130,19 @@ def test_an_unknown_key_lists_the_known_keys() -> None:
         ("gpu_memory", 24, "unit"),
         ("cpu_memory", None, "'auto'"),
         ("cpu_memory", -5, "'auto'"),
-        ("io_threads", 0, "at least 1"),
-        ("io_threads", "4", "whole number"),
+        ("prefetch_blocks", 0, "at least 1"),
+        ("prefetch_blocks", "4", "whole number"),
         ("cpu_threads", 2.0, "whole number"),
         ("trace", "yes", "true or false"),
         ("trace", 1, "true or false"),
         ("prefetch_blocks", True, "whole number"),
-        ("io_piece_bytes", 5000, "multiple of 4096"),
         ("activations", "drop", "'auto' or 'recompute' or 'swap' or 'keep'"),
-        ("schedule", "fast", "'optimized' or 'naive' or 'serial'"),
-        ("schedule", ["naive"], "'optimized'"),
+        ("experts", "stream", "'auto' or 'streamed' or 'with_layer'"),
+        ("experts", {"load": ["streamed"]}, "'streamed'"),
+        ("experts", {"lazy": "yes"}, "true or false"),
+        ("experts", 3, "give a table with one or more of load, parallel, balance, lazy, cache"),
+        ("chunks", {"layers": 0}, "(tokens), auto or false"),
+        ("ranks", "exact", "give a table with one or more of collectives, transport, timeout, per_row"),
         ("optimizer_state_dtype", "float16", "'int8'"),
         ("ssd", 7, "directory"),
         ("ssd", [], "directory"),
@@ -152,7 +155,7 @@ def test_an_unknown_key_lists_the_known_keys() -> None:
 def test_a_bad_value_is_quoted_with_the_allowed_values(setting: str, value: Any, allowed: str) -> None:
     message = refusal({setting: value})
     assert message.startswith(setting) and allowed in message
-    assert repr(value) in message or setting == "ssd"
+    assert repr(value) in message or setting == "ssd" or isinstance(value, dict)
     with pytest.raises(ConfigError):
         OffloadConfig(**{setting: value})
 
@@ -173,13 +176,13 @@ def test_unreadable_sources_are_refused(tmp_path: Path) -> None:
         ("cpu_memory: " + "9" * 5000, r"cpu_memory: '9{40}'\.\.\. is not a size"),
         (f"cpu_memory: {'9' * 5000}GiB", r"cpu_memory: '9{40}'\.\.\. is not a size"),
         ("cpu_memory: 99999999999999999999GiB", "cpu_memory: a number of 97 bits is more than any memory has"),
-        ("io_threads: " + "9" * 5000, r"io_threads: '9{40}'\.\.\. is not allowed; give a whole number"),
+        ("prefetch_blocks: " + "9" * 5000, r"prefetch_blocks: '9{40}'\.\.\. is not allowed; give a whole number"),
         ("cpu_threads: 5000", "cpu_threads: 5000 is too many; give at most 1024"),
         ("cpu_threads: 1000000000000000000000000000000", "cpu_threads: a number of 100 bits is too many"),
         ("cpu_memory: 1GiB\nlohan: 3\ncpu_memory: 2GiB", "found the key 'cpu_memory' twice"),
-        ("lohan:\n  io_threads: 2\n  io_threads: 3", "found the key 'io_threads' twice"),
+        ("lohan:\n  cpu_threads: 2\n  cpu_threads: 3", "found the key 'cpu_threads' twice"),
         ("commit_every: 10:30", "commit_every: '10:30' is not allowed; .* such as '30s'"),
-        ("net_timeout: 1:30.5", "net_timeout: '1:30.5' is not allowed"),
+        ("ranks.timeout: 1:30.5", "ranks.timeout: '1:30.5' is not allowed"),
         ("ssd: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("ssd: s3://bucket/store", "ssd: 's3://bucket/store' is a URL; give a directory"),
         ("ssd: [{path: https://example.org/store}]", "ssd: 'https://example.org/store' is a URL"),
@@ -235,7 +238,6 @@ def test_ssd_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_resolve_replaces_every_auto() -> None:
     config = OffloadConfig().resolve(**MACHINE)
-    assert config.is_resolved
     assert config.gpu_memory == 24 * GIB * 8 // 10 and config.cpu_memory == 64 * GIB * 6 // 10
     assert (config.io_threads, config.cpu_threads, config.prefetch_blocks) == (8, 12, 2)
     assert config.io_piece_bytes == 8 * 2**20
@@ -249,9 +251,11 @@ def test_io_threads_follow_the_cpus(num_cpus: int, io_threads: int) -> None:
 
 
 def test_resolve_keeps_explicit_settings(tmp_path: Path) -> None:
-    explicit = OffloadConfig.load(cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial")
+    explicit = OffloadConfig.load(
+        cpu_memory="1GiB", ssd=str(tmp_path), _io_threads=1, cpu_threads=3, _schedule="serial"
+    )
     config = explicit.resolve(**MACHINE)
-    assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.schedule) == (
+    assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.switches.schedule) == (
         GIB,
         1,
         3,
@@ -264,20 +268,24 @@ def test_round_trips(tmp_path: Path) -> None:
     limited = OffloadConfig.load(ssd=[{"path": tmp_path, "capacity": "1GB"}])
     for config in (OffloadConfig(), OffloadConfig().resolve(**MACHINE), limited):
         settings = config.to_dict()
-        assert OffloadConfig.load(json.loads(json.dumps(settings))) == config
-        assert OffloadConfig.load(write(tmp_path / "again.yaml", yaml.safe_dump(settings))) == config
+        assert OffloadConfig.load(json.loads(json.dumps(settings))).to_dict() == settings
+        assert OffloadConfig.load(write(tmp_path / "again.yaml", yaml.safe_dump(settings))).to_dict() == settings
         assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        OffloadConfig().io_threads = 4  # type: ignore[misc]
+        OffloadConfig().cpu_threads = 4  # type: ignore[misc]
 
 
 def test_the_settings_page_lists_every_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
-    for name, default in OffloadConfig().to_dict().items():
-        assert re.search(rf"^\| \[`{name}`\]\(#{name}\) \| .* \| `{re.escape(str(default))}` \|$", page, re.MULTILINE)
+    settings = OffloadConfig().to_dict()
+    assert len(settings) <= 22 and re.findall(r"^## (\w+)$", page, re.MULTILINE) == list(settings)
+    for name, default in settings.items():
+        assert isinstance(default, dict) or re.search(
+            rf"^\| \[`{name}`\]\(#{name}\) \| .* \| `{re.escape(str(default))}` \|$", page, re.MULTILINE
+        )
 
 
 def test_the_error_shown_in_the_docs_is_the_real_one() -> None:
@@ -290,16 +298,82 @@ def test_the_error_shown_in_the_docs_is_the_real_one() -> None:
     [
         ({"vertical_micro_batches": True}, "set vertical_micro_batches to false"),
         ({"experts": "streamed"}, "set experts to with_layer"),
-        ({"expert_parallel": "world"}, "set expert_parallel to none"),
+        ({"experts": {"parallel": "world"}}, "set experts.parallel to none"),
     ],
 )
 def test_settings_that_need_whole_rows_are_refused_beside_sequence_ranks(beside: dict[str, Any], told: str) -> None:
-    assert OffloadConfig(sequence_ranks=2).sequence_ranks == 2
-    with pytest.raises(ConfigError, match=f"sequence_ranks: 2 cannot be combined with .*{told}"):
-        OffloadConfig(sequence_ranks=2, **beside)
+    assert OffloadConfig.load({"ranks.per_row": 2}).ranks.per_row == 2
+    with pytest.raises(ConfigError, match=f"ranks.per_row: 2 cannot be combined with .*{told}"):
+        OffloadConfig.load({"ranks": {"per_row": 2}, **beside})
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "some", 1.5])
 def test_balanced_rows_need_a_number_of_rows(value: object) -> None:
-    assert re.search(r"balance_experts.*rows.*auto or false", refusal({"balance_experts": value}))
-    assert OffloadConfig.load({"balance_experts": 64}).balance_experts == 64
+    assert re.search(r"experts\.balance.*rows.*auto or false", refusal({"experts.balance": value}))
+    assert OffloadConfig.load({"experts.balance": 64}).experts.balance == 64
+
+
+def test_a_key_with_a_dot_keeps_the_other_keys_of_its_table(tmp_path: Path) -> None:
+    expected = OffloadConfig.load(experts={"load": "streamed", "lazy": True})
+    path = write(tmp_path / "a.yaml", "experts: streamed\nexperts.lazy: true\n")
+    assert OffloadConfig.load(path) == OffloadConfig.load({"experts.lazy": True, "experts": "streamed"}) == expected
+    assert OffloadConfig.load(OffloadConfig.load(experts="streamed"), **{"experts.lazy": True}) == expected
+    assert OffloadConfig.load(expected, experts="streamed") == OffloadConfig.load(experts={"load": "streamed"})
+    assert "unknown offload setting 'experts.lasy'; did you mean" in refusal({"experts.lasy": True})
+    assert "unknown key of experts 'lasy'; did you mean 'lazy'?" in refusal({"experts": {"lasy": True}})
+
+
+def test_switches_of_tests_are_no_public_settings() -> None:
+    config = OffloadConfig.load(_clip="defer", _schedule="naive")
+    assert (config.switches.clip, config.switches.schedule) == ("defer", "naive")
+    assert config.to_dict() == {**OffloadConfig().to_dict(), "_clip": "defer", "_schedule": "naive"}
+    assert OffloadConfig.load(config.to_dict()) == config
+    assert "switches.schedule: 'fast' is not allowed; choose 'optimized'" in refusal(_schedule="fast")
+    assert "unknown offload setting '_gpu_memory'" in refusal(_gpu_memory=1) and "_clip" not in refusal(clp=1)
+
+
+FORMER: dict[str, tuple[Any, str]] = {
+    "expert_parallel": ("world", 'write experts: {parallel: "world"}'),
+    "balance_experts": (64, "write experts: {balance: 64}"),
+    "lazy_experts": (True, "write experts: {lazy: true}"),
+    "expert_cache": ("off", 'write experts: {cache: "off"}'),
+    "chunked_loss": (False, "write chunks: {loss: false}"),
+    "chunked_layers": (4096, "write chunks: {layers: 4096}"),
+    "sequence_ranks": (2, "write ranks: {per_row: 2}"),
+    "collectives": ({"within": "int8"}, 'write ranks: {collectives: {"within": "int8"}}'),
+    "transport": ("host", 'write ranks: {transport: "host"}'),
+    "net_timeout": (60, "write ranks: {timeout: 60}"),
+    "schedule": ("naive", "leave it out"),
+    "clip": ("defer", "uses the faster one; leave it out"),
+    "solver": ("migration", "leave it out"),
+    "resident_records": ("none", "leave it out"),
+    "io_threads": (4, "leave it out"),
+    "io_piece_bytes": (1 << 20, "leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_name_is_refused_with_its_successor(name: str, tmp_path: Path) -> None:
+    value, told = FORMER[name]
+    path = write(tmp_path / "a.yaml", yaml.safe_dump({"lohan": {name: value}}))
+    messages = [refusal({name: value}), refusal(**{name: value}), refusal(path)]
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(**{name: value})
+    for message in (*messages, str(caught.value)):
+        assert f"the offload setting {name!r}" in message and told in message
+    if "write" in told:  # the sentence can be followed
+        OffloadConfig.load(yaml.safe_load(told.removeprefix("write ")))
+
+
+def test_settings_that_an_earlier_version_has_recorded_are_read(tmp_path: Path) -> None:
+    """Its `lohan/config.json` has every name of that version."""
+    recorded = json.loads((Path(__file__).parent / "config_of_36_settings.json").read_text(encoding="utf-8"))
+    recorded |= {name: value for name, (value, _) in FORMER.items()}
+    recorded |= {"activations": "auto", "sequence_ranks": 1}
+    path = write(tmp_path / "config.json", json.dumps(recorded))
+    config = OffloadConfig.load(path)
+    assert config == OffloadConfig.load(recorded)
+    assert (config.experts.load, config.experts.lazy, config.experts.balance) == ("streamed", True, 64)
+    assert (config.chunks.layers, config.ranks.timeout, config.ranks.collectives.within) == (4096, 60, "int8")
+    assert (config.switches.clip, config.switches.solver, config.switches.io_threads) == ("defer", "migration", 4)
+    assert config.gpu_memory == recorded["gpu_memory"] and config.resolve(**MACHINE).io_piece_bytes == 1 << 20

@@ -143,7 +143,7 @@ def test_held_updates_use_the_hyperparameters_of_their_own_step(
     delay_s: float, schedule: str, make_twins: TwinsFactory
 ) -> None:
     """Updates may run during the next forward, after the scheduler and `zero_grad`."""
-    twins = make_twins("opt", backend=SlowBackend(delay_s), schedule=schedule)
+    twins = make_twins("opt", backend=SlowBackend(delay_s), _schedule=schedule)
     for step in range(4):
         twins.backward(step)
         twins.clip(0.3)

@@ -166,7 +166,7 @@ def test_updates_in_backward_that_cannot_be_undone_are_logged(
 def test_updates_in_backward_are_undone_with_their_step(
     place: str, schedule: str, recompute: bool, make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    twins = make_twins("llama", hold_gradients=False, recompute=recompute, schedule=schedule)
+    twins = make_twins("llama", hold_gradients=False, recompute=recompute, _schedule=schedule)
     twins.train(1)
     for _ in range(2):
         with backward_fails_at(PLACES[place](twins.model)):
@@ -208,7 +208,7 @@ def test_training_continues_after_reads_fail_for_a_while(when: str, recompute: b
 def test_a_drive_that_fails_in_the_update_stops_the_step(call: str, make_twins: TwinsFactory) -> None:
     backend = FaultyBackend(call, NEVER, errno.EIO, sticky=True)
     # Nothing is spilled, and nothing is read from RAM.
-    twins = make_twins("llama", cpu_memory="64MiB", resident_records="none", backend=backend)
+    twins = make_twins("llama", cpu_memory="64MiB", _resident_records="none", backend=backend)
     twins.train(1)
     twins.model(**tiny_batch(seed=77)).loss.backward()
     backend.fail_on = 1
@@ -229,7 +229,7 @@ def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: Twins
     """
     backend = FaultyBackend("write", NEVER, errno.EIO)
     # Nothing is spilled or written twice, so all writes are updates and each step has the same number of writes.
-    twins = make_twins("llama", cpu_memory="64MiB", clip="defer", backend=backend)
+    twins = make_twins("llama", cpu_memory="64MiB", _clip="defer", backend=backend)
     twins.train(1)
     twins.engine.wait_for_updates()
     before = backend.calls["write"]

@@ -30,7 +30,7 @@ class Model(nn.Module):  # imports no transformers, which would take most of the
 
 def train(folder, max_grad_norm):
     model = Model()
-    settings = {"cpu_memory": "64MiB", "gpu_memory": "64MiB", "ssd": folder, "clip": "defer", "activations": "keep"}
+    settings = {"cpu_memory": "64MiB", "gpu_memory": "64MiB", "ssd": folder, "_clip": "defer", "activations": "keep"}
     config = OffloadConfig.load(settings).resolve(
         host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=folder)
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=max_grad_norm > 0)

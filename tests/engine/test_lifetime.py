@@ -22,12 +22,13 @@ from hf_lohan import Accelerator, LohanPlugin, Trainer
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
-TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "io_threads": 2}
+TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "_io_threads": 2}
 
 
 def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute", **settings: Any) -> None:
@@ -221,7 +222,7 @@ from hf_lohan.hardware.direct_io import DirectIo
 hf_lohan.engine.tiers.open_direct_io = lambda *_: DirectIo(SlowBackend(1e-2))
 folder = sys.argv[1]
 model = tiny_model("llama").train()
-config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "ssd": folder})
+config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_io_threads": 2, "ssd": folder})
 engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
 optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
 model(**tiny_batch(seed=0)).loss.backward()

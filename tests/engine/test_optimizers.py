@@ -46,7 +46,7 @@ def test_updates_in_backward_equal_stock(make: Callable[[Any], torch.optim.Optim
 
 @pytest.mark.parametrize("max_norm", [0.3, 100.0], ids=["redone", "accepted"])
 def test_speculative_updates_equal_stock(max_norm: float, make_twins: Any) -> None:
-    twins = make_twins(optimizer=OPTIMIZERS["SGD-nesterov"], clip="speculate")
+    twins = make_twins(optimizer=OPTIMIZERS["SGD-nesterov"], _clip="speculate")
     twins.train(4, max_norm=max_norm)
     assert twins.engine.clip_history.num_speculated >= 3
     assert (twins.engine.clip_history.num_redone >= 3) == (max_norm == 0.3)

@@ -41,7 +41,7 @@ def test_weights_frozen_after_offloading_can_be_thawed(hold_gradients: bool, mak
 
 @HELD_OR_ACTIVE
 def test_lazy_streamed_experts_can_be_frozen(hold_gradients: bool, make_twins: TwinsFactory) -> None:
-    settings: dict[str, Any] = {"experts": "streamed", "lazy_experts": True, "cpu_memory": "6MiB"}
+    settings: dict[str, Any] = {"experts": "streamed", "experts.lazy": True, "cpu_memory": "6MiB"}
     adamw = {"optimizer": lambda params: torch.optim.AdamW(params, fused=True)}
     twins = make_twins("qwen3_moe", hold_gradients=hold_gradients, **settings, **adamw)
     for step in range(4):
@@ -89,7 +89,7 @@ def test_parameters_may_move_to_another_group(hold_gradients: bool, make_twins: 
 
 
 def test_a_group_may_change_between_backward_and_its_step(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.backward(1)
     for optimizer in (twins.stock_optimizer, twins.optimizer):
         optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.0})

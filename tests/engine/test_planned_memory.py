@@ -19,7 +19,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 TwinsFactory = Callable[..., Any]
 ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
-TIGHT = {**ROOM, "cpu_memory": "4MiB", "resident_records": "none"}
+TIGHT = {**ROOM, "cpu_memory": "4MiB", "_resident_records": "none"}
 """Activations get a quarter of RAM, which is too small for the longest batches below."""
 SHAPES = [(2, 16), (2, 64), (1, 7), (8, 64), (2, 16), (8, 128), (3, 33)]
 

@@ -24,7 +24,7 @@ from hf_lohan.activations.tiers import placed_bytes
 from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import FileBackend, StorageError
-from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planner.search.candidate_memory import held_beside
@@ -34,7 +34,7 @@ from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
-SWAP = {"gpu_memory": "1MiB", "activations": "swap", "resident_records": "none", "durability": "step"}
+SWAP = {"gpu_memory": "1MiB", "activations": "swap", "_resident_records": "none", "durability": "step"}
 ALL_FIT: dict[str, Any] = {"num_layers": 6, "cpu_memory": "6MiB"}
 FEW_FIT: dict[str, Any] = {"num_layers": 10, "cpu_memory": "5MiB"}
 BOTH = pytest.mark.parametrize("room", [ALL_FIT, FEW_FIT], ids=["all_fit", "few_fit"])
@@ -119,7 +119,7 @@ def test_fewer_gradients_go_to_the_ssd(
     room: dict[str, Any], clip: str, max_norm: float, make_twins: TwinsFactory
 ) -> None:
     """The first step has no shared RAM, so all gradients without buffers are spilled."""
-    sharing = Sharing(make_twins, room, clip=clip)
+    sharing = Sharing(make_twins, room, _clip=clip)
     sharing.step(max_norm)
     before_bytes = sharing.spilled_bytes()
     for _ in range(NUM_STEPS):
@@ -161,7 +161,7 @@ def test_summed_gradients_use_the_shared_ram_after_the_last_backward(
     room: dict[str, Any], is_announced: bool, clip: str, make_twins: TwinsFactory
 ) -> None:
     """Only the last of several backwards may put gradients there. A backward that is not announced may be the last."""
-    sharing = Sharing(make_twins, room, clip=clip)
+    sharing = Sharing(make_twins, room, _clip=clip)
     sharing.step(CLIPS)
     sharing.spilled_bytes()
     max_norms = CLIPS, LETS_THROUGH, CLIPS
@@ -196,7 +196,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed in (0, 5) else pytest.mark.slow) fo
 @pytest.mark.parametrize("seed", SEEDS)
 def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-4)
-    sharing = Sharing(make_twins, [ALL_FIT, FEW_FIT][seed % 2], device=device, clip=["defer", "speculate"][seed // 5])
+    sharing = Sharing(make_twins, [ALL_FIT, FEW_FIT][seed % 2], device=device, _clip=["defer", "speculate"][seed // 5])
     for number in range(NUM_STEPS):
         sharing.step([CLIPS, LETS_THROUGH][number % 2])
     sharing.assert_equal()

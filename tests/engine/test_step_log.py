@@ -25,8 +25,8 @@ from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 TwinsFactory = Callable[..., Any]
 NEVER = 1 << 60
 MODES: dict[str, dict[str, Any]] = {
-    "defer": {"clip": "defer"},
-    "speculate": {"clip": "speculate"},
+    "defer": {"_clip": "defer"},
+    "speculate": {"_clip": "speculate"},
     "in_backward": {"hold_gradients": False},
 }
 MODE = pytest.mark.parametrize("mode", MODES)
@@ -87,7 +87,7 @@ def test_a_reopened_store_has_the_last_step(
 
 
 def test_right_and_wrong_guesses_are_committed(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    twins = make_twins("opt", clip="speculate", cpu_memory="2MiB")
+    twins = make_twins("opt", _clip="speculate", cpu_memory="2MiB")
     train_clipping(twins, NORMS["some_steps_clip"])
     with reopened(twins, tmp_path) as store:
         assert_holds(store, twins, state_of(twins))
@@ -104,7 +104,7 @@ def test_a_step_in_progress_is_not_committed(mode: str, make_twins: TwinsFactory
 
 
 def test_a_commit_between_backward_and_step_has_no_guess(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     train(twins, 2)
     state = state_of(twins)
     twins.backward(5)
@@ -139,7 +139,7 @@ def test_a_store_with_one_version_is_whole_when_closed(mode: str, make_twins: Tw
 
 
 def test_a_store_with_one_version_is_torn_when_closed_in_a_step(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    twins = make_twins("llama", durability="checkpoint", hold_gradients=False, resident_records="none")
+    twins = make_twins("llama", durability="checkpoint", hold_gradients=False, _resident_records="none")
     train(twins, 2)
     twins.model(**tiny_batch(seed=5)).loss.backward()
     with pytest.raises(TornStoreError), reopened(twins, tmp_path):
@@ -209,7 +209,7 @@ def test_going_back_before_the_first_commit_is_refused(make_twins: TwinsFactory)
 
 def test_several_steps_per_commit_are_not_speculated(make_twins: TwinsFactory, tmp_path: Path) -> None:
     """A guess can be undone only if the previous step was committed."""
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.engine.commits.leave_to_journal()
     for first_seed in (100, 200):
         train(twins, 2, first_seed=first_seed)

@@ -21,11 +21,11 @@ def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a seed is set, every engine that Trainer builds runs on the double."""
     if ASYNC_SEED is None:
         return
-    from hf_lohan.huggingface import attachment
+    from hf_lohan.huggingface import local_run
     from hf_lohan.testing.async_device import AsyncDevice
 
     monkeypatch.setattr(
-        attachment,
+        local_run,
         "device_for",
         lambda _, timeline: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4, timeline=timeline),
     )

@@ -18,7 +18,7 @@ from hf_lohan.planner import Placement
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
 NUM_STEPS = 3
-ROOM = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "durability": "checkpoint", "resident_records": "none"}
+ROOM = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "durability": "checkpoint", "_resident_records": "none"}
 DROPOUT: dict[str, dict[str, float]] = {
     "opt": {"dropout": 0.1, "attention_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

@@ -37,7 +37,7 @@ def test_equals_the_stock_trainer(family: str, settings: dict[str, Any], tmp_pat
 @pytest.mark.parametrize("schedule", ["naive", "serial"])
 def test_schedules_differ_only_in_time(schedule: str, tmp_path: Path) -> None:
     stock = train_stock("llama", tmp_path / "stock", {}, max_grad_norm=0.0)
-    offload = {**trajectories.SMALL_BUDGETS, "schedule": schedule}
+    offload = {**trajectories.SMALL_BUDGETS, "_schedule": schedule}
     assert_equal(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, max_grad_norm=0.0), stock)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_lohan.activations.tiers import Sizes
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.huggingface.attention import run_layers_in_chunks
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planning import lay_out
@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 IN_CHUNKS: dict[str, Any] = {"max_norm": 0.5, "num_backwards": 2, "recompute": True}
 """Of the modes that `MODES` does not have, in which layers run in chunks. The order of sums, and thus the bits, differ
 from those in memory."""
-SMALL: dict[str, Any] = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "experts": "with_layer"}
+SMALL: dict[str, Any] = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_io_threads": 2, "experts": "with_layer"}
 BOUND_MEMORY = ("drain",)
 """These waits only limit memory. Without them the forward does not wait until activations have left the device."""
 SHOWN_APART = ("_free_copied", "push_top")

@@ -1,4 +1,4 @@
-"""Training with `chunked_layers: N` differs from training with whole layers only in the order of sums."""
+"""Training with `chunks.layers: N` differs from training with whole layers only in the order of sums."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from trl_runs import run as run_trl
 
 import hf_lohan
 from hf_lohan.activations.chunked_norms import ChunkedNorm
-from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
 
 N = 6
 """Tokens of a chunk. The rows of 16 tokens have chunks of 6, 6 and 4."""
-CHUNKED = {**SMALL_BUDGETS, "chunked_layers": N, "activations": "recompute"}
+CHUNKED = {**SMALL_BUDGETS, "chunks.layers": N, "activations": "recompute"}
 
 
 def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
@@ -60,7 +60,7 @@ def test_equals_whole_layers_up_to_rounding(case: str, tmp_path: Path) -> None:
     stock = train_stock("llama", tmp_path / "stock", {}, **CASES[case])
     offload = {**CHUNKED, "vertical_micro_batches": case == "together", "cpu_memory": "6MiB"}
     if case == "rows":
-        offload["chunked_layers"] = 32  # two rows, then one
+        offload["chunks.layers"] = 32  # two rows, then one
     assert_nearly_equal(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, **CASES[case]), stock)
 
 
@@ -68,7 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "swap": {"activations": "swap"},
     "keep": {"activations": "keep"},
     "auto": {"activations": "auto"},
-    "speculate": {"clip": "speculate"},
+    "speculate": {"_clip": "speculate"},
 }
 
 
@@ -110,14 +110,14 @@ def test_auto_cuts_what_does_not_fit_and_a_resumed_run_keeps_the_number(
     number = json.loads((tmp_path / "auto/lohan/plan.json").read_text())["chunk_tokens"]
     assert number in (512, 256)
     assert_nearly_equal(auto, whole)
-    assert_same_bits(run_long(tmp_path / "given", {"chunked_layers": number}, **settings), auto)
+    assert_same_bits(run_long(tmp_path / "given", {"chunks.layers": number}, **settings), auto)
     monkeypatch.undo()
     # A device with more memory would not need chunks, but the resumed run has the bits of the first.
     for point in ("last_step", str(tmp_path / "auto/checkpoint-2")):
         assert_same_bits(run_long(tmp_path / "auto", {}, resume=point, **settings), auto)
     assert json.loads((tmp_path / "auto/lohan/plan.json").read_text())["chunk_tokens"] == number
-    run_long(tmp_path / "auto", {"chunked_layers": 300}, resume=str(tmp_path / "auto/checkpoint-2"), **settings)
-    assert f"continues one with chunks of {number} tokens and has chunked_layers: 300" in caplog.text
+    run_long(tmp_path / "auto", {"chunks.layers": 300}, resume=str(tmp_path / "auto/checkpoint-2"), **settings)
+    assert f"continues one with chunks of {number} tokens and has chunks.layers: 300" in caplog.text
 
 
 class ProductNorm(torch.nn.Module):
@@ -150,7 +150,7 @@ def test_the_backward_of_a_norm_in_chunks_has_the_autocast_of_its_forward() -> N
 
 def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 3.1}
-    expected = train_offloaded("llama", tmp_path / "defer", {}, offload={**CHUNKED, "clip": "defer"}, **settings)
+    expected = train_offloaded("llama", tmp_path / "defer", {}, offload={**CHUNKED, "_clip": "defer"}, **settings)
     for way, changed in WAYS.items():
         ours = train_offloaded("llama", tmp_path / way, {}, offload={**CHUNKED, **changed}, **settings)
         assert_same_bits(ours, expected)
@@ -164,21 +164,21 @@ def test_as_many_rows_as_a_head_has_elements(tmp_path: Path) -> None:
     rows = {"per_device_train_batch_size": 16, "max_steps": 1}
     assert tiny_model("llama").config.head_dim == 16
     stock = train_stock("llama", tmp_path / "stock", {}, **rows)
-    ours = train_offloaded("llama", tmp_path / "ours", {}, offload={**CHUNKED, "chunked_layers": 32}, **rows)
+    ours = train_offloaded("llama", tmp_path / "ours", {}, offload={**CHUNKED, "chunks.layers": 32}, **rows)
     assert_nearly_equal(ours, stock)
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.5, True, "yes"])
 def test_a_chunk_of_no_tokens_is_refused(value: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^chunked_layers: .* is not allowed; give a whole number .* \(tokens\), auto or false$"
+        ValueError, match=r"^chunks\.layers: .* is not allowed; give a whole number .* \(tokens\), auto or false$"
     ):
-        hf_lohan.OffloadConfig(chunked_layers=value)
+        hf_lohan.OffloadConfig.load({"chunks.layers": value})
 
 
 def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1}
-    with pytest.raises(ValueError, match="chunked_layers: 6 would load each expert again for every chunk"):
+    with pytest.raises(ValueError, match=r"chunks\.layers: 6 would load each expert again for every chunk"):
         train_offloaded(
             "mixtral",
             tmp_path / "experts",
@@ -219,7 +219,7 @@ def test_adapters_and_packed_rows(tmp_path: Path) -> None:
             args = sft_arguments("SFT", folder.parent / part, **settings)
             return run_trl("SFT", args, offload=offload, model=str(folder), train_dataset=rows, peft_config=peft_config)
 
-        stock, ours = sft("stock", None), sft("ours", {**BUDGETS, "chunked_layers": 10, "activations": "recompute"})
+        stock, ours = sft("stock", None), sft("ours", {**BUDGETS, "chunks.layers": 10, "activations": "recompute"})
         plan = run_plan_of(ours.trainer.offload_engine)
         assert plan is not None and plan.chunks is not None and plan.chunks.has_cut
         losses = [[entry["loss"] for entry in found.logs if "loss" in entry] for found in (ours, stock)]

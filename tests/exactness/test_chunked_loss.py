@@ -1,4 +1,4 @@
-"""Training with `chunked_loss: true` differs from training with whole logits only in the order of sums."""
+"""Training with `chunks.loss: true` differs from training with whole logits only in the order of sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import Trainer as StockTrainer
 import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-CHUNKED = {**SMALL_BUDGETS, "chunked_loss": True}
+CHUNKED = {**SMALL_BUDGETS, "chunks.loss": True}
 RELATIVE = 1e-5
 """The tolerance of losses. Norms and weights have larger ones, because AdamW amplifies the rounding of gradients."""
 
@@ -68,7 +68,7 @@ def test_logits_of_a_finished_step_are_refused(tmp_path: Path) -> None:
         assert torch.equal(outputs.logits + 0, before)
     assert len(seen) == 1 and seen[0][1] == before.shape
     optimizer.step()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"head's weights had changed.* chunked_loss: false"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"head's weights had changed.* chunks.loss: false"):
         outputs.logits.argmax(-1)
     hf_lohan.engine_of(model).close()
 
@@ -79,10 +79,10 @@ def test_a_custom_forward_of_the_head_is_kept_or_refused(chunked: Any, tmp_path:
     head = model.lm_head
     head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 0.5
     expected = model(**tiny_batch()).loss.detach()
-    plugin = hf_lohan.LohanPlugin(offload={**SMALL_BUDGETS, "chunked_loss": chunked, "ssd": str(tmp_path)})
+    plugin = hf_lohan.LohanPlugin(offload={**SMALL_BUDGETS, "chunks.loss": chunked, "ssd": str(tmp_path)})
     accelerator, optimizer = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin), torch.optim.SGD(model.parameters())
     if chunked is True:
-        with pytest.raises(ValueError, match="is Linear with a replaced forward; set chunked_loss"):
+        with pytest.raises(ValueError, match=r"is Linear with a replaced forward; set chunks\.loss"):
             accelerator.prepare(model, optimizer)
         return
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -121,7 +121,7 @@ def test_logits_read_in_evaluation_and_training_are_exact(tmp_path: Path) -> Non
             if model.training:
                 with torch.no_grad():
                     read.append((inputs["input_ids"], outputs.logits.float()))
-                with pytest.raises(RuntimeError, match="set chunked_loss: false"):
+                with pytest.raises(RuntimeError, match=r"set chunks\.loss: false"):
                     outputs.logits.softmax(-1)
             return (loss, outputs) if return_outputs else loss
 
@@ -151,7 +151,7 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> N
     model = tiny_model("llama")
     model.lm_head.__class__ = Head
     trainer = hf_lohan.Trainer(model, arguments(tmp_path), train_dataset=dataset(), offload=CHUNKED)
-    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a .* LlamaForCausalLM is Head; set"):
+    with pytest.raises(ValueError, match=r"^chunks.loss: true needs a .* LlamaForCausalLM is Head; set"):
         trainer.train()
 
 

@@ -39,7 +39,7 @@ def test_equals_the_stock_trainer(family: str, which: str, clip: str, tmp_path: 
     max_grad_norm = {"every": 0.3, "no": 100.0, "some": CLIPS_SOME_STEPS[family]}[which]
     settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     stock = train_stock(family, tmp_path / "stock", {}, **settings)
-    ours = train_offloaded(family, tmp_path / "ours", {}, offload={**SMALL_BUDGETS, "clip": clip}, **settings)
+    ours = train_offloaded(family, tmp_path / "ours", {}, offload={**SMALL_BUDGETS, "_clip": clip}, **settings)
     assert_equal(ours, stock)
     clipped = sum(norm > max_grad_norm for norm in stock.norms)
     if (which, clip) == ("every", "auto"):
@@ -51,7 +51,7 @@ def test_equals_the_stock_trainer(family: str, which: str, clip: str, tmp_path: 
 def test_accumulation_and_dropout_equal_stock(max_grad_norm: float, tmp_path: Path) -> None:
     settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
     stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
-    offload = {**SMALL_BUDGETS, "clip": "speculate"}
+    offload = {**SMALL_BUDGETS, "_clip": "speculate"}
     ours = train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings)
     assert_equal(ours, stock)
 
@@ -65,7 +65,7 @@ def test_the_summary_counts_speculated_and_redone_steps(tmp_path: Path) -> None:
         tiny_model("llama"),
         arguments(tmp_path, max_grad_norm=CLIPS_SOME_STEPS["llama"]),
         train_dataset=dataset(),
-        offload={**SMALL_BUDGETS, "clip": "speculate"},
+        offload={**SMALL_BUDGETS, "_clip": "speculate"},
     )
     trainer.train()
     clipped = sum(norm > CLIPS_SOME_STEPS["llama"] for norm in logged(trainer)[1])
@@ -115,7 +115,7 @@ def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
 def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_path: Path) -> None:
     """A skipped step changes neither weights nor states nor the learning rate."""
     settings = {"max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
-    skipping = train_poisoned(tmp_path / "bad", {0, 3, 4}, offload={"clip": clip}, **settings)
+    skipping = train_poisoned(tmp_path / "bad", {0, 3, 4}, offload={"_clip": clip}, **settings)
     rows = [row for row in skipping.state.log_history if "loss" in row]
     assert summary_in(tmp_path / "bad")["num_skipped_steps"] == 3
     assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 0.00025, 0.0005, 0.0005, 0.0005, 0.00075, 0.001]

@@ -34,10 +34,10 @@ pytestmark = pytest.mark.slow
     ("of_training", "settings"),
     [
         ({"max_grad_norm": 1.0}, {}),
-        ({"max_grad_norm": 2.0}, {"clip": "speculate"}),
+        ({"max_grad_norm": 2.0}, {"_clip": "speculate"}),
         ({"max_grad_norm": 1.0, "gradient_accumulation_steps": 4}, {"vertical_micro_batches": True}),
         ({"max_grad_norm": 1.0, "bf16": True}, {"cpu_memory": "6MiB"}),
-        ({"max_grad_norm": 0.0}, {"optimizer_state_dtype": "int8", "schedule": "naive"}),
+        ({"max_grad_norm": 0.0}, {"optimizer_state_dtype": "int8", "_schedule": "naive"}),
     ],
 )
 def test_equals_whole_embeddings(of_training: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:

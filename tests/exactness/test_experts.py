@@ -58,7 +58,7 @@ def test_the_stock_trainer_equals_ours_if_it_clips_by_our_norms(clip: str, tmp_p
         expert_model("mixtral"),
         arguments(tmp_path / "ours", **settings),
         train_dataset=dataset(),
-        offload={"gpu_memory": "512KiB", "cpu_memory": "6MiB", "experts": "streamed", "clip": clip},
+        offload={"gpu_memory": "512KiB", "cpu_memory": "6MiB", "experts": "streamed", "_clip": clip},
     )
     ours = finish(trainer)
     assert any(norm > 1.0 for norm in ours.norms)

@@ -116,7 +116,7 @@ def test_a_store_with_experts_is_verified_and_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clip", ["defer", pytest.param("speculate", marks=pytest.mark.slow)])
 def test_interrupted_runs_that_clip_equal_an_uninterrupted_run(clip: str, tmp_path: Path) -> None:
     """Both runs sum norms in the same order."""
-    settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "clip": clip}}
+    settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "_clip": clip}}
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     resume = None

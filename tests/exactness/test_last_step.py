@@ -38,7 +38,7 @@ def test_a_run_interrupted_several_times_equals_an_uninterrupted_run(
     clip: str, tmp_path: Path, uninterrupted: Any
 ) -> None:
     """Runs have dropout, accumulation and a schedule, and log every third step."""
-    settings = {"offload": {"clip": clip}}
+    settings = {"offload": {"_clip": clip}}
     resume = None
     for step in (1, 2, 3, 5):
         trainer = make_trainer(tmp_path / "run", InterruptAfter(step), **settings)
@@ -58,7 +58,7 @@ def test_an_interrupted_step_is_committed_whole_or_not_at_all(
 
     breaks = InterruptAfter(-1)
     # With other activations, planning also calls the thread between steps.
-    trainer = make_trainer(tmp_path / "run", breaks, offload={"clip": clip, "activations": "recompute"})
+    trainer = make_trainer(tmp_path / "run", breaks, offload={"_clip": clip, "activations": "recompute"})
     stock_call = WorkThread.call
     num_calls = when = 0
 

@@ -14,7 +14,7 @@ from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.testing.models import tiny_rows
 
 FEW_TOKENS = tiny_rows(16, batch_size=1, sequence_length=2)
-EAGER, LAZY = {"experts": "streamed", "lazy_experts": False}, {"experts": "streamed", "lazy_experts": True}
+EAGER, LAZY = {"experts": "streamed", "experts.lazy": False}, {"experts": "streamed", "experts.lazy": True}
 
 
 def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **settings: Any) -> Any:

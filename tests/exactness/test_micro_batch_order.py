@@ -18,7 +18,7 @@ from hf_lohan.planner import HardwareProfile
 from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
 
-BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "resident_records": "none"}
+BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "_resident_records": "none"}
 ACCUMULATED = 4
 ROWS = dataset(2 * ACCUMULATED * 3)
 SLOW, FAST = 1e6, 1e12

@@ -79,8 +79,8 @@ def test_losses_are_close_to_those_with_float32_moments(working_dtype: torch.dty
     "offload",
     [
         {"cpu_memory": "64MiB", "gpu_memory": "8MiB"},
-        {"cpu_memory": "1500KiB", "gpu_memory": "1MiB", "schedule": "serial", "durability": "checkpoint"},
-        {"clip": "speculate", "gpu_memory": "8MiB", "resident_records": "none", "cpu_threads": 1},
+        {"cpu_memory": "1500KiB", "gpu_memory": "1MiB", "_schedule": "serial", "durability": "checkpoint"},
+        {"_clip": "speculate", "gpu_memory": "8MiB", "_resident_records": "none", "cpu_threads": 1},
     ],
     ids=["large", "small", "speculation"],
 )
@@ -106,7 +106,7 @@ def test_resuming_from_the_last_step_changes_no_bit(
 ) -> None:
     resume = None
     for step in (2, 5):
-        trainer = trainer_with(tmp_path, dtype, InterruptAfter(step), offload={"clip": clip})
+        trainer = trainer_with(tmp_path, dtype, InterruptAfter(step), offload={"_clip": clip})
         interrupt(trainer, resume)
         resume = "last_step"
         assert hf_lohan.last_step(tmp_path) == step

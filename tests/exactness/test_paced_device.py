@@ -62,11 +62,11 @@ def train(model: Any, device: Device, folder: Path, *, max_grad_norm: float, acc
 
 MODES: dict[str, dict[str, Any]] = {
     "in_backward": {"max_grad_norm": 0.0, "accumulation": 1, "activations": "recompute"},
-    "defer": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "defer", "activations": "keep"},
-    "speculate": {"max_grad_norm": 1e6, "accumulation": 1, "clip": "speculate", "activations": "recompute"},
+    "defer": {"max_grad_norm": 0.5, "accumulation": 1, "_clip": "defer", "activations": "keep"},
+    "speculate": {"max_grad_norm": 1e6, "accumulation": 1, "_clip": "speculate", "activations": "recompute"},
     "swap": {"max_grad_norm": 0.5, "accumulation": 2, "activations": "swap"},
-    "shared": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "defer", "activations": "swap"},
-    "guessed": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "speculate", "activations": "auto"},
+    "shared": {"max_grad_norm": 0.5, "accumulation": 1, "_clip": "defer", "activations": "swap"},
+    "guessed": {"max_grad_norm": 0.5, "accumulation": 1, "_clip": "speculate", "activations": "auto"},
     "vertical": {"max_grad_norm": 0.5, "accumulation": 2, "vertical_micro_batches": True},
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,12 +26,15 @@ from transformers import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.cli.stores import reshard_stores, verify_stores
+from hf_lohan.annexes.resharding import reshard_stores
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint, quantized_as_asked
+from hf_lohan.huggingface.models.checkpoint_form import read_form
+from hf_lohan.huggingface.models.quantized_checkpoints import quantized_as_asked
+from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.experts import find_experts
 from hf_lohan.model.packed_weights import name_in_base, packed_forms
@@ -334,7 +338,7 @@ def test_the_store_and_what_is_read_shrink(tmp_path: Path) -> None:
     tiny_model("llama", **shape).save_pretrained(tmp_path / "base")
     sizes, read = {}, {}
     for quantize in ("none", "nf4"):
-        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "resident_records": "none", "prefetch_blocks": 1}
+        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "_resident_records": "none", "prefetch_blocks": 1}
         trainer = offloaded(tmp_path / quantize, tmp_path / "base", quantize, lora(), **budgets)
         trainer.train()
         engine = trainer.offload_engine
@@ -546,26 +550,22 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
     }
     save_file(tensors, tmp_path / "model.safetensors")
     model_config = LlamaConfig(quantization_config=BitsAndBytesConfig(**fields).to_dict())
-    packed = packed_checkpoint(tmp_path, model_config)
-    assert packed is not None
+    packed = read_form(tmp_path, model_config)
     assert hasattr(model_config, "quantization_config") and not hasattr(packed.model_config, "quantization_config")
     skip = {"method": "nf4", "double": False, "skip": ["experts", "lm_head"]}
-    quantize = packed.settings(OffloadConfig.load({"quantize": skip}), torch.bfloat16).quantize
+    quantize = packed.settings(OffloadConfig.load({"quantize": skip}), torch.bfloat16, []).quantize
     assert quantize.skip == ("lm_head", "experts")
-    stored = {}
-
-    def store(name: str, codes: Tensor, scales: Tensor) -> torch.Size:
-        stored[name] = codes.numel(), scales.view(torch.float32).tolist()
-        return torch.Size((64, 64))
-
-    found = packed.store_packed(store, tensors)
-    assert stored == {name: (2048, [1.0] * 64)}
+    sink = Mock(WeightSink, shape_of=lambda _name: torch.Size((64, 64)))
+    found = packed.replace_tensors(cast("Any", tensors), sink)
+    (of_codes, of_scales) = (call.args for call in sink.store_bytes.call_args_list)
+    assert of_codes[:3] == (name, "codes", 0) and of_codes[3].numel() == 2048
+    assert of_scales[:3] == (name, "scales", 0) and of_scales[3].view(torch.float32).tolist() == [1.0] * 64
     assert found["lm_head.weight"] is tensors["lm_head.weight"] and found[name].shape == (64, 64) and len(found) == 2
     with pytest.raises(ValueError, match=r"of '.*': bnb_4bit_compute_dtype=bfloat16 differs from the dtype of the mod"):
-        packed.settings(OffloadConfig.load({}), torch.float32)
+        packed.settings(OffloadConfig.load({}), torch.float32, [])
     other = OffloadConfig.load({"quantize": {**skip, "skip": ["o_proj"]}})
     with pytest.raises(ValueError, match=r"skip: 'o_proj' was asked for, and model\.layers\.0\.self_attn\.o_proj of"):
-        packed.settings(other, torch.bfloat16)
+        packed.settings(other, torch.bfloat16, [])
 
 
 @pytest.mark.parametrize("double", [True, False])

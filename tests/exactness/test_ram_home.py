@@ -58,8 +58,8 @@ def test_equals_the_stock_trainer(
         ({}, {"optimizer_state_dtype": "int8"}),
         ({}, {"optimizer": "muon"}),
         pytest.param({"optim": "adafactor"}, {}, marks=pytest.mark.slow),
-        pytest.param({"max_grad_norm": 0.0}, {"schedule": "naive"}, marks=pytest.mark.slow),
-        ({}, {"schedule": "serial", "activations": "swap"}),
+        pytest.param({"max_grad_norm": 0.0}, {"_schedule": "naive"}, marks=pytest.mark.slow),
+        ({}, {"_schedule": "serial", "activations": "swap"}),
     ],
     ids=["bf16", "bf16-accumulated", "int8", "muon", "adafactor", "naive", "serial"],
 )
@@ -125,7 +125,7 @@ def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, in
         tiny_model("llama"),
         arguments(folder, max_steps=num_steps, max_grad_norm=1.0, gradient_accumulation_steps=1),
         train_dataset=dataset(),
-        offload={**ALL_IN_RAM, "clip": "defer", **offload},
+        offload={**ALL_IN_RAM, "_clip": "defer", **offload},
     )
     trainer.train()
     engine = trainer.offload_engine

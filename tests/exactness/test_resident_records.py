@@ -47,7 +47,7 @@ def test_equals_the_stock_trainer(family: str, clip: str, keep_some: Callable[..
     settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     stock = train_stock(family, tmp_path / "stock", {}, **settings)
     keep_some(seed=len(family) + len(clip))
-    offload = SMALL_BUDGETS if clip == "none" else {**SMALL_BUDGETS, "clip": clip}
+    offload = SMALL_BUDGETS if clip == "none" else {**SMALL_BUDGETS, "_clip": clip}
     assert_equal(train_offloaded(family, tmp_path / "ours", {}, offload=offload, **settings), stock)
 
 
@@ -60,19 +60,19 @@ def test_accumulation_and_dropout_equal_stock(
     settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
     stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
     keep_some(seed=3)
-    offload = {**SMALL_BUDGETS, "clip": "speculate", "durability": durability}
+    offload = {**SMALL_BUDGETS, "_clip": "speculate", "durability": durability}
     assert_equal(train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings), stock)
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
     """Resume in the same engine, whose copies are newer than the commit, and in new engines that copy other records."""
-    whole = make_trainer(tmp_path / "whole", offload={"resident_records": "none"})
+    whole = make_trainer(tmp_path / "whole", offload={"_resident_records": "none"})
     expected = train_to_end(whole)
     resume = None
     for step in (2, 4):
         keep_some(seed=step)
-        trainer = make_trainer(tmp_path / "run", InterruptAfter(step), offload={"clip": clip})
+        trainer = make_trainer(tmp_path / "run", InterruptAfter(step), offload={"_clip": clip})
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 trainer.train(resume_from_checkpoint=resume)
@@ -81,7 +81,7 @@ def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], 
             assert hf_lohan.last_step(tmp_path / "run") == step
         trainer.offload_engine.close()
     keep_some(seed=99)
-    assert_same(train_to_end(make_trainer(tmp_path / "run", offload={"clip": clip}), "last_step"), expected)
+    assert_same(train_to_end(make_trainer(tmp_path / "run", offload={"_clip": clip}), "last_step"), expected)
 
 
 def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **offload: Any) -> OffloadEngine:
@@ -89,7 +89,7 @@ def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **off
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
-    settings = {"cpu_memory": "8MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "clip": "defer", "ssd": str(folder)}
+    settings = {"cpu_memory": "8MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "_clip": "defer", "ssd": str(folder)}
     config = OffloadConfig.load({**settings, "activations": "recompute", **offload})
     return offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=hold_gradients)
 
@@ -132,7 +132,7 @@ def test_a_step_reads_the_planned_bytes(
         return real_read(store, block, kind, start_numel, out, is_urgent=is_urgent)
 
     engine = an_engine(
-        tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, resident_records="none", schedule=schedule
+        tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, _resident_records="none", _schedule=schedule
     )
     monkeypatch.setattr(Store, "read", counted)
     optimizer = optimizer_of(engine)
@@ -168,7 +168,7 @@ def test_copies_save_exactly_the_reads_of_their_records(
             if mode == "none":
                 patch.setattr(hf_lohan.planning.layout, "choose_resident_records", lambda *_, **__: ())
             # With this schedule updates hand no weights over, so all reads come from the store.
-            engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
+            engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, _schedule="naive")
             engine.planned_memory.allocate_copies()
         optimizer = optimizer_of(engine)
         steps(engine, optimizer, 2, num_backwards=1)

@@ -48,7 +48,7 @@ def test_equals_stock_accumulation(
 ) -> None:
     settings = {"gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
     stock = train_stock(family, tmp_path / "stock", FAMILIES[family], **SHORT, **settings)
-    offload = {**VERTICAL, "clip": clip}
+    offload = {**VERTICAL, "_clip": clip}
     ours = train_offloaded(family, tmp_path / "ours", FAMILIES[family], offload=offload, **SHORT, **settings)
     assert_same_bits(ours, stock)
 

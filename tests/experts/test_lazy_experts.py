@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_lohan.testing.async_device import AsyncDevice
 
-LAZY: dict[str, Any] = {"experts": "streamed", "lazy_experts": True}
+LAZY: dict[str, Any] = {"experts": "streamed", "experts.lazy": True}
 
 
 class Halves:
@@ -90,7 +90,7 @@ def test_a_later_micro_batch_needs_what_an_earlier_one_did_not(make_twins: Twins
 
 def test_clipped_and_skipped_steps_equal_stock(make_twins: TwinsFactory) -> None:
     """Steps have right and undone guesses, and a gradient that is not finite."""
-    twins = make_twins("mixtral", recompute=True, clip="speculate", **LAZY)
+    twins = make_twins("mixtral", recompute=True, _clip="speculate", **LAZY)
     halves = Halves(twins)
     for step in range(8):
         halves.first = step // 3 % 2

@@ -42,7 +42,7 @@ def clip(twins: Twins, max_norm: float) -> None:
 @MAX_NORMS
 @pytest.mark.parametrize("clip_by", ["defer", "speculate"])
 def test_twins_clipped_by_one_norm_are_equal(clip_by: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins("mixtral", recompute=True, experts="streamed", clip=clip_by)
+    twins = make_twins("mixtral", recompute=True, experts="streamed", _clip=clip_by)
     for step, max_norm in enumerate(max_norms):
         twins.backward(10 * step)
         clip(twins, max_norm)
@@ -54,7 +54,7 @@ def test_twins_clipped_by_one_norm_are_equal(clip_by: str, max_norms: list[float
 
 @pytest.mark.parametrize("max_norm", [CLIPS, LETS_THROUGH])
 def test_a_guess_in_the_last_of_several_backwards_equals_stock(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("qwen3_moe", experts="streamed", clip="speculate")
+    twins = make_twins("qwen3_moe", experts="streamed", _clip="speculate")
     for step in range(2):
         for number in range(3):
             twins.engine.announce_backward(is_final=number == 2)
@@ -67,7 +67,7 @@ def test_a_guess_in_the_last_of_several_backwards_equals_stock(max_norm: float, 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "way", [STREAMED, {"experts": "streamed", "clip": "defer"}, {"experts": "streamed", "clip": "speculate"}]
+    "way", [STREAMED, {"experts": "streamed", "_clip": "defer"}, {"experts": "streamed", "_clip": "speculate"}]
 )
 @pytest.mark.parametrize("spoiled", ["loss", "gradients"])
 def test_a_step_that_is_not_finite_changes_nothing(spoiled: str, way: dict[str, Any], make_twins: TwinsFactory) -> None:
@@ -251,8 +251,8 @@ def test_several_ranks_stream_experts_if_layers_are_large_or_they_are_asked_to(m
         ({"experts": "auto"}, True),
         ({"experts": "auto", "gpu_memory": "64MiB"}, False),
         ({"experts": "streamed"}, True),
-        ({"expert_parallel": "world"}, True),
-        ({"expert_parallel": "none"}, False),
+        ({"experts.parallel": "world"}, True),
+        ({"experts.parallel": "none"}, False),
     ):
         layout = lay_out(model, make_config(cpu_memory="16MiB", **{"experts": "auto", **settings}), **of_run)
         assert (layout.plan.num_slots[SizeClass.EXPERT] > 0) is streams

@@ -47,7 +47,7 @@ PRELOADED = (LlamaForCausalLM, MixtralForCausalLM, OPTForCausalLM, Qwen3MoeForCa
 tqdm.set_lock(threading.RLock())  # forked processes share tqdm's own lock, and a killed process may leave it locked
 
 NUM_ROWS = 64
-SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
+SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "_io_threads": 2}
 OUTCOME_NAME = "outcome.safetensors"
 FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
 TELL_STACKS = signal.SIGUSR1
@@ -203,14 +203,14 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "cpu_memory": run.cpu_memory,
         "ssd": run.ssd,
         "activations": run.activations,
-        "chunked_layers": run.chunked_layers,
+        "chunks.layers": run.chunked_layers,
         "commit_every": run.commit_every,
-        "net_timeout": run.net_timeout,
+        "ranks.timeout": run.net_timeout,
         "embedding": run.embedding,
-        "transport": run.transport,
+        "ranks.transport": run.transport,
     }
     if run.family in ("mixtral", "qwen3_moe"):
-        offload |= {"experts": "streamed", "lazy_experts": run.family == "qwen3_moe"}
+        offload |= {"experts": "streamed", "experts.lazy": run.family == "qwen3_moe"}
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
         model,

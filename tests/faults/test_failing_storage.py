@@ -86,7 +86,7 @@ def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, n
         lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),
     )
     model = tiny_model("llama", num_layers=1).train()
-    config = resolved(folder, cpu_memory="3MiB", gpu_memory="1MiB", clip="speculate")
+    config = resolved(folder, cpu_memory="3MiB", gpu_memory="1MiB", _clip="speculate")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
     tiers = open_tiers(layout, config, CpuDevice())
     engine = None

@@ -12,10 +12,10 @@ from trainer_runs import Outcome, assert_same_bits, make_trainer, train
 
 import hf_lohan.device.cuda as cuda_device
 from hf_lohan.compat.torch_private import attention_after
-from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.testing.models import tiny_model
 
-SMALL: dict[str, Any] = {"cpu_memory": "8MiB", "gpu_memory": "2MiB", "chunked_layers": 6, "activations": "recompute"}
+SMALL: dict[str, Any] = {"cpu_memory": "8MiB", "gpu_memory": "2MiB", "chunks.layers": 6, "activations": "recompute"}
 """The rows of 16 tokens have chunks of 6, 6 and 4."""
 BATCH = {"max_steps": 4, "gradient_accumulation_steps": 2}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_lohan.device import device_for
 from hf_lohan.experts import StreamedExperts
-from hf_lohan.huggingface.attachment import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -24,7 +24,7 @@ from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
 
 BATCH = {"per_device_train_batch_size": 16}
-SPILLS = {"activations": "swap", "cpu_memory": "2MiB", "resident_records": "none"}
+SPILLS = {"activations": "swap", "cpu_memory": "2MiB", "_resident_records": "none"}
 
 
 class Library(FakeCuFile):
@@ -56,7 +56,9 @@ def use(double: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         def opened(config: Any, device: Any) -> DirectIo:
             if config.gpu_direct is not True:
                 return DirectIo()
-            return CuFileIo(hasher_for(device), CuFileBackend(CuFileLibrary(library), device.enter_thread))
+            return CuFileIo(
+                hasher=hasher_for(device), backend=CuFileBackend(CuFileLibrary(library), device.enter_thread)
+            )
 
         monkeypatch.setattr(hf_lohan.engine.tiers, "open_direct_io", opened)
         return library
@@ -70,12 +72,12 @@ def run(folder: Path, family: str, *, direct: bool, offload: dict[str, Any], **s
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "weights": {"offload": {"resident_records": "none", "cpu_memory": "8MiB", "activations": "recompute"}},
+    "weights": {"offload": {"_resident_records": "none", "cpu_memory": "8MiB", "activations": "recompute"}},
     "spilled": {"offload": SPILLS},
     "accumulated": {"offload": SPILLS, "gradient_accumulation_steps": 2},
     "in backward": {"offload": SPILLS, "max_grad_norm": 0.0},
     "bfloat16": {"offload": SPILLS, "bf16": True},
-    "chunked layers": {"offload": {**SPILLS, "chunked_layers": 64}},
+    "chunked layers": {"offload": {**SPILLS, "chunks.layers": 64}},
     "experts": {"family": "mixtral", "offload": {**SPILLS, "experts": "streamed"}},
 }
 

@@ -110,7 +110,7 @@ def run(double: Any, folder: Path, case: Case, callbacks: list[Any]) -> LastStep
     model = tiny_model(case.family, num_layers=NUM_LAYERS)
     if case.has_adapters:
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    budgets = {"gpu_memory": "4MiB", "cpu_memory": "32MiB", "ssd": str(folder / "store"), "clip": "defer"}
+    budgets = {"gpu_memory": "4MiB", "cpu_memory": "32MiB", "ssd": str(folder / "store"), "_clip": "defer"}
     step = LastStep(double)
     offload = {**budgets, **case.offload}
     settings = {"max_steps": NUM_STEPS, **case.settings}

@@ -72,20 +72,20 @@ SUMMED_DIFFERENTLY = Tolerances(loss=1e-5, norm=1e-4, weight=2e-5)
 """See tests/exactness/test_chunked_loss.py."""
 
 SETTINGS = {
-    "defer, clips": Setting({"max_grad_norm": 0.3}, {"clip": "defer"}),
-    "defer, does not clip": Setting({"max_grad_norm": 100.0}, {"clip": "defer"}),
-    "speculate, clips": Setting({"max_grad_norm": 0.3}, {"clip": "speculate"}),
-    "speculate, does not clip": Setting({"max_grad_norm": 100.0}, {"clip": "speculate"}),
-    "speculate, clips some": Setting({"max_grad_norm": 3.2}, {"clip": "speculate"}),
+    "defer, clips": Setting({"max_grad_norm": 0.3}, {"_clip": "defer"}),
+    "defer, does not clip": Setting({"max_grad_norm": 100.0}, {"_clip": "defer"}),
+    "speculate, clips": Setting({"max_grad_norm": 0.3}, {"_clip": "speculate"}),
+    "speculate, does not clip": Setting({"max_grad_norm": 100.0}, {"_clip": "speculate"}),
+    "speculate, clips some": Setting({"max_grad_norm": 3.2}, {"_clip": "speculate"}),
     "in backward": Setting({"max_grad_norm": 0.0}),
     "decay and schedule": Setting({"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "accumulated": Setting(accumulated(3)),
     "accumulated, does not clip": Setting(accumulated(2, max_grad_norm=0.0)),
     "vertical, defer": Setting(
-        accumulated(3, max_grad_norm=0.3), {"vertical_micro_batches": True, "clip": "defer"}, tolerances=LOGGED_LOSS
+        accumulated(3, max_grad_norm=0.3), {"vertical_micro_batches": True, "_clip": "defer"}, tolerances=LOGGED_LOSS
     ),
     "vertical, speculate": Setting(
-        accumulated(3), {"vertical_micro_batches": True, "clip": "speculate"}, family="opt", tolerances=LOGGED_LOSS
+        accumulated(3), {"vertical_micro_batches": True, "_clip": "speculate"}, family="opt", tolerances=LOGGED_LOSS
     ),
     "vertical, in backward, swapped": Setting(
         accumulated(2, max_grad_norm=0.0),
@@ -96,13 +96,13 @@ SETTINGS = {
     "swap to SSD": Setting({"per_device_train_batch_size": 4}, {"activations": "swap", "cpu_memory": "2MiB"}),
     "keep": Setting(offload={"activations": "keep"}),
     "the plan's choice": Setting({"max_steps": 6}, {"activations": "auto"}),
-    "RAM as home": Setting(offload={"cpu_memory": "64MiB", "resident_records": "auto", "commit_every": 3}),
+    "RAM as home": Setting(offload={"cpu_memory": "64MiB", "_resident_records": "auto", "commit_every": 3}),
     "checkpointing": Setting(CHECKPOINTING, {"activations": "auto"}),
     "dropout": Setting(family="opt", model={"dropout": 0.1}),
     "dropout, swapped": Setting(accumulated(2), {"activations": "swap"}, "opt", {"dropout": 0.1}),
     "tied": Setting(family="gpt2"),
     "chunked loss": Setting(
-        accumulated(2), {"chunked_loss": True, "cpu_memory": "6MiB"}, tolerances=SUMMED_DIFFERENTLY
+        accumulated(2), {"chunks.loss": True, "cpu_memory": "6MiB"}, tolerances=SUMMED_DIFFERENTLY
     ),
     "streamed experts": Setting(
         {"max_grad_norm": 0.0}, {"experts": "streamed", "gpu_memory": "1MiB"}, "qwen3_moe", tolerances=NORM_OF_PARTS
@@ -115,7 +115,7 @@ SETTINGS = {
     ),
     "lazy experts": Setting(
         {"max_grad_norm": 0.0, "per_device_train_batch_size": 1},
-        {"experts": "streamed", "lazy_experts": True, "gpu_memory": "1MiB"},
+        {"experts": "streamed", "experts.lazy": True, "gpu_memory": "1MiB"},
         "qwen3_moe",
         {"num_experts": 16},
         NORM_OF_PARTS,
@@ -211,7 +211,7 @@ ROUNDED = {
         "qwen3_moe",
         tolerances=NORM_OF_PARTS,
     ),
-    "int8 states": Setting(accumulated(2), {"optimizer_state_dtype": "int8", "clip": "speculate"}),
+    "int8 states": Setting(accumulated(2), {"optimizer_state_dtype": "int8", "_clip": "speculate"}),
     "bfloat16 states": Setting({"max_grad_norm": 0.3}, {"optimizer_state_dtype": "bfloat16"}),
 }  # fmt: skip
 
@@ -300,7 +300,7 @@ def test_generation_from_the_store_equals_stock(family: str, tmp_path: Path) -> 
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model").cuda()
     model = hf_lohan.load_for_generation(
         tmp_path / "model",
-        {"cpu_memory": "4MiB", "gpu_memory": "1200KiB", "ssd": str(tmp_path / "store"), "resident_records": "none"},
+        {"cpu_memory": "4MiB", "gpu_memory": "1200KiB", "ssd": str(tmp_path / "store"), "_resident_records": "none"},
         max_length=14,
         num_sequences=6,
     )
@@ -337,7 +337,7 @@ def run_python(*arguments: object, environment: dict[str, str], status: int = 0)
     assert "VIOLATION" not in done.stderr, done.stderr
 
 
-CLIPPED_BY_A_GUESS = Setting(accumulated(2, max_grad_norm=3.2), {"clip": "speculate"}, "opt", {"dropout": 0.1})
+CLIPPED_BY_A_GUESS = Setting(accumulated(2, max_grad_norm=3.2), {"_clip": "speculate"}, "opt", {"dropout": 0.1})
 DIES_AT_STEP = 3
 
 

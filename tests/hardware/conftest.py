@@ -22,7 +22,7 @@ def tiny_effort() -> MeasuringEffort:
 def config(tmp_path: Path) -> OffloadConfig:
     """A resolved config with two directories that do not exist."""
     ssd = [str(tmp_path / "a"), {"path": str(tmp_path / "b"), "capacity": 1 << 30}]
-    return OffloadConfig.load({"ssd": ssd, "cpu_threads": 1, "io_threads": 2}).resolve(
+    return OffloadConfig.load({"ssd": ssd, "cpu_threads": 1, "_io_threads": 2}).resolve(
         host_memory_bytes=1 << 28, device_memory_bytes=1 << 28, num_cpus=2, default_ssd_path="unused"
     )
 

@@ -21,13 +21,13 @@ from transformers import TrainingArguments
 from hf_lohan import Accelerator, LohanPlugin
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface import equal_runs
-from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.equal_runs import (
     check_equal_arguments,
     check_equal_checkpoints,
     check_equal_configs,
     check_equal_packages,
 )
+from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import StepTimeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -142,7 +142,7 @@ def test_a_timeout_in_the_settings_counts_from_the_start_and_auto_follows_the_st
     for setting, expected in ((7, [7.0, 7.0, 7.0, 7.0]), ("auto", [600.0, 600.0, 120.0, 300.0])):
         links, found = Links.alone(), []
         links.set_timeout(600.0)
-        timeouts = StepTimeouts(links, OffloadConfig.load({"net_timeout": setting}))
+        timeouts = StepTimeouts(links, OffloadConfig.load({"ranks.timeout": setting}))
         assert links.timeout_s == 600.0, "ranks measure the hardware one after the other"
         timeouts.step_planned()
         found.append(links.timeout_s)
@@ -154,7 +154,7 @@ def test_a_timeout_in_the_settings_counts_from_the_start_and_auto_follows_the_st
 
 
 def test_a_loop_of_ones_own_has_its_timeout_in_its_first_step(tmp_path: Path) -> None:
-    settings = {"ssd": str(tmp_path), "gpu_memory": "1MiB", "cpu_memory": "4MiB", "net_timeout": 7}
+    settings = {"ssd": str(tmp_path), "gpu_memory": "1MiB", "cpu_memory": "4MiB", "ranks.timeout": 7}
     accelerator = Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=settings))
     model = accelerator.prepare(tiny_model("llama"))
     engine = engine_of(model)

@@ -23,7 +23,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
 from hf_lohan.huggingface.models.adapters import check_peft_config, refuse_allocation
-from hf_lohan.huggingface.models.packed_checkpoints import name_unpacked
+from hf_lohan.huggingface.models.quantized_checkpoints import name_unpacked
 from hf_lohan.huggingface.ranks import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
 from hf_lohan.planner import Quantization
@@ -92,7 +92,7 @@ def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None,
         ({"world_size": 2, "accelerator_config": {"even_batches": False}}, ["even_batches=False", "leave it out"]),
         ({"world_size": 2, "save_on_each_node": True}, ["save_on_each_node=True", "all machines share"]),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tp_size=2", "leave parallelism_config out of"]),
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "set sequence_ranks: 2"]),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "set ranks.per_row: 2"]),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, ["dp_shard_size=2"]),
         ({"use_liger_kernel": True}, ["use_liger_kernel=True", "{'fused_linear_cross_entropy': False}"]),
         ({"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, ["'fused_linear_cross_entropy': False"]),

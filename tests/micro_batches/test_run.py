@@ -32,7 +32,7 @@ def count_loads(twins: Any, work: Callable[[], object]) -> int:
 def test_weights_are_loaded_as_often_as_for_one_micro_batch(family: str, make_twins: TwinsFactory) -> None:
     """GPT-2 has two blocks outside its layers that use the same slot one after the other."""
     model_factory = partial(tiny_model, family, num_layers=6)
-    twins = make_twins(model_factory=model_factory, recompute=True, resident_records="none", activations="recompute")
+    twins = make_twins(model_factory=model_factory, recompute=True, _resident_records="none", activations="recompute")
 
     def alone() -> None:
         twins.backward(7)
@@ -76,7 +76,7 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "settings",
-    [{"hold_gradients": False}, {"activations": "swap", "cpu_memory": "16MiB"}, {"clip": "speculate"}],
+    [{"hold_gradients": False}, {"activations": "swap", "cpu_memory": "16MiB"}, {"_clip": "speculate"}],
     ids=["in_backward", "swap", "speculate"],
 )
 def test_late_copies_change_nothing(settings: dict[str, Any], seed: int, make_twins: TwinsFactory) -> None:

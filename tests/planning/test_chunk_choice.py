@@ -58,7 +58,7 @@ def planned(
 
 def setting(folder: Path, value: str) -> str:
     path = folder / "lohan.yaml"
-    path.write_text(f"chunked_layers: {value}\n", encoding="utf-8")
+    path.write_text(f"chunks.layers: {value}\n", encoding="utf-8")
     return str(path)
 
 
@@ -124,17 +124,17 @@ def test_whole_layers_are_refused_with_the_setting_that_helps(
         return planned(monkeypatch, model=llama_of_4_layers, sequence_length=131_072, offload=offload).plan
 
     refusal = plan_with("false").refusal
-    assert refusal is not None and refusal.endswith(", or set chunked_layers to auto")
+    assert refusal is not None and refusal.endswith(", or set chunks.layers to auto")
     refusal = plan_with("100000").refusal
     assert refusal is not None
-    assert plan_with(refusal.rpartition("set chunked_layers to at most ")[2]).fits
+    assert plan_with(refusal.rpartition("set chunks.layers to at most ")[2]).fits
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_in_any_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = planned(monkeypatch, sequence_length=1_048_576).plan.refusal
     assert refusal is not None and "1 x 1048576 tokens in chunks of " in refusal
-    assert "chunked_layers" not in refusal
+    assert "chunks.layers" not in refusal
 
 
 @pytest.mark.parametrize(("length", "most_kib"), [(131_072, 60), pytest.param(524_288, 50, marks=pytest.mark.slow)])

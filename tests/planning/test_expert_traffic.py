@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 import hf_lohan
-from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import forecast
 from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep
@@ -58,7 +58,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
         disable_tqdm=True,
     )
     settings = {"experts": experts, "gpu_memory": gpu_memory, "cpu_memory": "24MiB", "ssd": str(own / "drive")}
-    settings |= {"prefetch_blocks": 1, "resident_records": "none"}
+    settings |= {"prefetch_blocks": 1, "_resident_records": "none"}
     trainer = hf_lohan.Trainer(str(own / "checkpoint"), args, train_dataset=rows, offload=settings)
     route_to_the_first(trainer.model)
     trainer.train()

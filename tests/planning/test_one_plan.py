@@ -19,7 +19,7 @@ from hf_lohan.cli import app
 from hf_lohan.config import Collectives, OffloadConfig, parse_bytes
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import HardwareProfile, SizeClass
 from hf_lohan.planning import RunPlan, lay_out
@@ -42,8 +42,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "swap": ("qwen3_moe", {**WIDE, "activations": "swap"}, {}),
     "experts one by one": ("qwen3_moe", {**TIGHT, "experts": "streamed"}, {}),
     "experts together": ("mixtral", {**WIDE, **TOGETHER, "experts": "streamed"}, {"gradient_accumulation_steps": 2}),
-    "gradients beside activations": ("llama", {**TIGHT, "activations": "swap", "resident_records": "none"}, {}),
-    "recompute": ("llama", {**TIGHT, "activations": "recompute", "resident_records": "none"}, {"bf16": True}),
+    "gradients beside activations": ("llama", {**TIGHT, "activations": "swap", "_resident_records": "none"}, {}),
+    "recompute": ("llama", {**TIGHT, "activations": "recompute", "_resident_records": "none"}, {"bf16": True}),
     "half in RAM": ("llama", {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "commit_every": "10min"}, {}),
     "keep, two drives": ("llama", {**WIDE, "activations": "keep", "ssd": ["one", "two"]}, {}),
 }
@@ -141,7 +141,7 @@ RANK_CASES = {
     "2 nodes": RankCase(2, 1, WIDE, ("delta", "ram")),
     "2 nodes of 2 ranks": RankCase(4, 2, WIDE, ("delta", "ram")),
     "collectives are set": RankCase(
-        2, 1, {**WIDE, "collectives": {"forward": "exact", "backward": "ssd"}}, ("exact", "ssd")
+        2, 1, {**WIDE, "ranks.collectives": {"forward": "exact", "backward": "ssd"}}, ("exact", "ssd")
     ),
     "no RAM for the copy": RankCase(2, 1, {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}, ("delta", "ssd")),
 }
@@ -165,7 +165,7 @@ def train_rank(
         **case.settings,
         **({"cpu_memory": cpu_memory} if cpu_memory else {}),
         "ssd": str(folder / f"rank-{links.ranks.rank}"),
-        "io_threads": 1,
+        "_io_threads": 1,
     }
     config = OffloadConfig.load(settings).resolve(
         host_memory_bytes=1 << 34, device_memory_bytes=1 << 34, num_cpus=2, default_ssd_path=""

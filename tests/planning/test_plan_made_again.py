@@ -247,7 +247,7 @@ def test_fixed_costs_of_short_steps_are_not_costs_of_each_token(
         return replace(profile, device=replace(profile.device, **rates))
 
     monkeypatch.setattr(run_plan, "measure_computing", measure)
-    run = make_run(machine, short_rows, shape=StepShape(1, lengths[0]), resident_records="none")
+    run = make_run(machine, short_rows, shape=StepShape(1, lengths[0]), _resident_records="none")
     follow(run, machine, 12, lambda plan: lost_s)
     assert run.plan.prediction.step_s == pytest.approx(machine.last_s, rel=0.02)
     for length in lengths[1:]:

@@ -33,7 +33,7 @@ def machine(flops_per_s: float, *, shares_cpu: bool = False) -> HardwareProfile:
 
 
 def planned_on(hardware: HardwareProfile, folder: Path) -> PlannedStep:
-    settings = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "resident_records": "none", "activations": "recompute"}
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "_resident_records": "none", "activations": "recompute"}
     config = resolved(folder, **settings)
     model = tiny_model("llama")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
@@ -94,7 +94,9 @@ def test_steps_correct_the_links_between_gpus(tmp_path: Path) -> None:
     """The lane of a link also has exchanges, so its bytes and seconds do not say how fast copies are."""
     hardware = replace(machine(FAST), ssd=(replace(SSD, read_bytes_per_s=1e12, write_bytes_per_s=1e12),))
     hardware = replace(hardware, gpu_link="nvlink", gpu_link_bytes_per_s=1e5)
-    config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="4MiB", transport="nccl", resident_records="none")
+    config = resolved(
+        tmp_path, cpu_memory="4MiB", gpu_memory="4MiB", **{"ranks.transport": "nccl"}, _resident_records="none"
+    )
     model = tiny_model("llama")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=Ranks(0, 2, 0, 2))
     planned = plan_step(model, layout, config, StepShape(2, 16), measure=lambda *_: hardware)
@@ -139,6 +141,6 @@ def test_a_run_keeps_its_plan_if_its_step_cannot_be_simulated(
 
 
 def test_a_solver_of_one_rank_is_refused_for_several(tmp_path: Path) -> None:
-    config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="2MiB", solver="migration")
+    config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="2MiB", _solver="migration")
     with pytest.raises(ValueError, match="plans the lanes of one rank, and this run has 2; set solver to auto"):
         lay_out(tiny_model("llama"), config, working_dtype=torch.float32, hold_gradients=True, ranks=Ranks(0, 2, 0, 2))

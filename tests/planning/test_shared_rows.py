@@ -50,9 +50,9 @@ def test_ranks_divide_the_work_of_a_row(folder: Path) -> None:
 
 
 def test_what_cannot_be_planned_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="sequence_ranks: 2 does not divide the 3 ranks of each machine"):
+    with pytest.raises(ValueError, match=r"ranks\.per_row: 2 does not divide the 3 ranks of each machine"):
         planned(folder, 3, sequence_ranks=2)
-    with pytest.raises(ValueError, match="--lengths plans rows of one rank each, and sequence_ranks is 2"):
+    with pytest.raises(ValueError, match=r"--lengths plans rows of one rank each, and ranks\.per_row is 2"):
         epoch_of(planned(folder, 2, sequence_ranks=2), [4097])
 
 
@@ -70,12 +70,12 @@ def test_the_shared_keys_are_planned_by_name_and_refused_if_cpu_memory_is_too_sm
     assert f"shared keys {format_bytes(keys_bytes)}" in capsys.readouterr().out
 
     settings = tmp_path / "small.yaml"
-    settings.write_text("cpu_memory: 4MiB\nresident_records: none\n")
+    settings.write_text("cpu_memory: 4MiB\n_resident_records: none\n")
     small = planned(folder, 2, sequence_ranks=2, batch_size=8, offload=str(settings))
     assert small.plan.refusal is not None
     advised = re.search(r"8 x 4098 tokens that 2 ranks share .* set cpu_memory to at least (\d+)", small.plan.refusal)
     assert advised is not None, small.plan.refusal
-    settings.write_text(f"cpu_memory: {advised[1]}\nresident_records: none\n")
+    settings.write_text(f"cpu_memory: {advised[1]}\n_resident_records: none\n")
     assert planned(folder, 2, sequence_ranks=2, batch_size=8, offload=str(settings)).plan.fits
 
 

@@ -25,8 +25,8 @@ from hf_lohan.device.host_stack import HostStack
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.hardware import measure_computing
-from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.huggingface.attention import run_layers_in_chunks
+from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile
@@ -84,7 +84,7 @@ def run_lengths(
     links = links or Links.alone()
     with ONE_GENERATOR:
         model, device = tiny_model("llama"), CpuDevice()
-    asked = {"activations": "swap", "io_threads": 1, "ssd": str(folder / f"{links.ranks.rank}"), **settings}
+    asked = {"activations": "swap", "_io_threads": 1, "ssd": str(folder / f"{links.ranks.rank}"), **settings}
     config = OffloadConfig.load(asked).resolve(
         host_memory_bytes=1 << 34, device_memory_bytes=1 << 34, num_cpus=2, default_ssd_path=""
     )
@@ -245,7 +245,7 @@ class Cuts:
 def planned_in_chunks(file: Path, chunk_tokens: int, facts: dict[str, Any] | None = None) -> RunPlan:
     """Return a run, which continues from a commit with these facts, after a batch for which its plan has this number
     of tokens in a chunk."""
-    config: Any = SimpleNamespace(chunked_layers="auto")
+    config: Any = OffloadConfig()
     plan = RunPlan(None, None, config, CpuDevice(), None)  # type: ignore[arg-type]
     plan.may_cut(Cuts(), str(file))  # type: ignore[arg-type]
     if facts is not None:
@@ -262,7 +262,7 @@ def planned_in_chunks(file: Path, chunk_tokens: int, facts: dict[str, Any] | Non
 def test_a_resumed_run_decides_the_chunks_that_it_had_decided_after_the_commit(tmp_path: Path) -> None:
     """The measured times of another process may lead to another number, and so to other bits."""
     file = tmp_path / "chunk_tokens.json"
-    begun: Any = RunPlan(None, None, SimpleNamespace(chunked_layers="auto"), CpuDevice(), None)  # type: ignore[arg-type]
+    begun: Any = RunPlan(None, None, OffloadConfig(), CpuDevice(), None)  # type: ignore[arg-type]
     before_decision = begun.facts
     first = planned_in_chunks(file, 256, before_decision)
     assert first.chunk_tokens == 256
@@ -390,7 +390,7 @@ def test_a_step_that_cannot_be_planned_is_refused_with_a_device_memory(
 
 def run_shared(lengths: Sequence[int], folder: Path, num_ranks: int = 2, **settings: Any) -> list[Run]:
     """Return the runs of ranks that share all rows."""
-    asked = {"sequence_ranks": num_ranks, "cpu_memory": "8MiB", **settings}
+    asked = {"ranks.per_row": num_ranks, "cpu_memory": "8MiB", **settings}
     return run_ranks(num_ranks, lambda links: run_lengths(lengths, folder, links, **asked))
 
 
@@ -420,7 +420,7 @@ def test_a_row_that_ranks_cannot_halve_is_planned_with_a_token_more(tmp_path: Pa
 @pytest.mark.parametrize(("length", "at_once"), [(120, 120), (40, 64), pytest.param(16, 64, marks=pytest.mark.slow)])
 def test_only_rows_that_chunks_see_together_have_keys_in_ram(length: int, at_once: int, tmp_path: Path) -> None:
     """Batches have 4 rows. Chunks have 32 tokens, so that 64 tokens of whole rows may be in RAM together."""
-    ((planned_bytes, peak_bytes, _),) = run_shared([length], tmp_path, batch_size=4, chunked_layers=32)[0].keys
+    ((planned_bytes, peak_bytes, _),) = run_shared([length], tmp_path, batch_size=4, **{"chunks.layers": 32})[0].keys
     assert planned_bytes == keys_bytes(at_once, 2)
     assert peak_bytes == keys_bytes(at_once if length != 40 else 40, 2)
 
@@ -447,8 +447,8 @@ def test_copies_that_a_run_has_made_stay_although_longer_rows_need_their_ram(tmp
     for run in run_shared([SHORT, 4 * LONG], tmp_path / "short_first", **settings):
         assert run.num_begun == 0 and len(run.losses) == 1
         assert re.search(r"and \d+ bytes .*for the copies of records that the run already has", run.error), run.error
-        assert run.error.endswith("let the longest rows come first, or set resident_records to none")
-    for advised in ({"resident_records": "none"}, {}):
+        assert run.error.endswith("use shorter rows, or let the longest rows come first")
+    for advised in ({"_resident_records": "none"}, {}):
         lengths = [SHORT, 4 * LONG] if advised else [4 * LONG, SHORT]
         for run in run_shared(lengths, tmp_path / f"advised{len(advised)}", **settings, **advised):
             assert run.error == "" and len(run.losses) == 2
@@ -459,7 +459,7 @@ def test_keys_that_do_not_fit_cpu_memory_are_refused_before_their_forward(tmp_pa
     num_rows, length = 20, 5 * LONG
     for run in run_shared([SHORT, length], tmp_path / "refused", batch_size=num_rows, cpu_memory="4MiB"):
         assert run.num_begun == 0 and len(run.losses) == 1
-        assert f"gradients of {num_rows} x {length} tokens that 2 ranks share (sequence_ranks)" in run.error
+        assert f"gradients of {num_rows} x {length} tokens that 2 ranks share (ranks.per_row)" in run.error
         assert f"which take {keys_bytes(num_rows * length, 2) // 2} bytes" in run.error
     advised = re.search(r"use shorter rows, or set cpu_memory to at least (\d+)", run.error)
     assert advised is not None

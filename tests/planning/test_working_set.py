@@ -210,7 +210,7 @@ def test_a_step_of_layers_in_chunks_is_within_device_memory(tmp_path: Path) -> N
         ),
         train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
         data_collator=transformers.default_data_collator,
-        offload={"device_memory": device_memory, "cpu_memory": "1GiB", "cpu_threads": 1, "io_threads": 1},
+        offload={"device_memory": device_memory, "cpu_memory": "1GiB", "cpu_threads": 1, "_io_threads": 1},
     )
     trainer.train()
     engine = trainer.offload_engine

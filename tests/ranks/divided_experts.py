@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.experts import BalancedRows
-from hf_lohan.huggingface.attachment import (
-    compute_expert,
-    enable_checkpointing,
-    enable_recompute,
-    stream_experts,
-)
+from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.model import find_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
@@ -35,7 +30,7 @@ LR = 1e-2
 SETTINGS: dict[str, Any] = {
     "cpu_memory": "16MiB",
     "gpu_memory": "1MiB",
-    "io_threads": 1,
+    "_io_threads": 1,
     "prefetch_blocks": 1,
     "activations": "recompute",
     "experts": "streamed",

@@ -87,7 +87,7 @@ class Run:
         rank = links.ranks.rank
         with ONE_GENERATOR:
             model = self.make_model().to(self.dtype).train()
-        defaults = {**RANK_SETTINGS, "cpu_memory": "8MiB", "gpu_memory": "4MiB", "resident_records": "none"}
+        defaults = {**RANK_SETTINGS, "cpu_memory": "8MiB", "gpu_memory": "4MiB", "_resident_records": "none"}
         settings = {**defaults, **self.settings, "embedding": embedding}
         config = resolved(folder / f"rank-{rank}", **settings)
         holds = self.max_norm > 0 or self.accumulation > 1

@@ -35,7 +35,7 @@ from hf_lohan.store.manifest import read_manifest
 from hf_lohan.testing.thread_ranks import run_ranks
 
 EXPERT = re.compile(r"model\.layers\.(\d)\.mlp\.experts\.(\d)")
-SETTINGS: dict[str, Any] = {"experts": "streamed", "lazy_experts": False, "cpu_memory": "16MiB"}
+SETTINGS: dict[str, Any] = {"experts": "streamed", "experts.lazy": False, "cpu_memory": "16MiB"}
 
 
 def first_two(index: Tensor, num: int) -> Tensor:
@@ -247,11 +247,11 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     assert "the most loaded rank has 2.00 times the mean rows" in " ".join(text.split())
     # With 32 tokens of a rank and 2 choices of each, the two hot experts have 32 rows of each rank.
     offload = tmp_path / "balance.yaml"
-    offload.write_text("balance_experts: 32\n")
+    offload.write_text("experts.balance: 32\n")
     lending = {"now": 1.0, "balanced": 1.0, "owned": 2.0}
     assert planned(run, "--offload", offload)["most_loaded_rank"] == pytest.approx(lending)
     _, text = lohan("plan", run, *options, "--offload", offload)
-    assert "with balance_experts the most loaded rank computes 1.00 times the mean" in " ".join(text.split())
+    assert "with experts.balance the most loaded rank computes 1.00 times the mean" in " ".join(text.split())
     balance([[str(run / STORE)]], 2)
     assert planned(run)["most_loaded_rank"] == pytest.approx({"now": 1.0, "balanced": 1.0})
     newest_folder(run / STORE, 1, 2).rename(run / "gone")

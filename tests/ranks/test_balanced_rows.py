@@ -41,14 +41,16 @@ def check_balanced(trained: list[Trained]) -> BalancedRows:
 
 @pytest.mark.parametrize("family", slow_but(("mixtral",), FAMILIES))
 def test_ranks_of_a_node_share_the_rows_of_a_hot_expert(family: str, tmp_path: Path) -> None:
-    rows = check_balanced(check_ranks(4, tmp_path, Chosen(family, half_to_one), recompute=True, balance_experts=1))
+    rows = check_balanced(
+        check_ranks(4, tmp_path, Chosen(family, half_to_one), recompute=True, **{"experts.balance": 1})
+    )
     mean = sum(rows.owned) / 4
     assert rows.most_owned / mean > 2 and rows.most_computed / mean <= 1.25, rows
 
 
 def test_nodes_balance_their_rows_and_pass_them_on(tmp_path: Path) -> None:
     make_model = Chosen("mixtral", half_to_one)
-    rows = check_balanced(check_ranks(4, tmp_path, make_model, num_local=2, recompute=True, balance_experts=1))
+    rows = check_balanced(check_ranks(4, tmp_path, make_model, num_local=2, recompute=True, **{"experts.balance": 1}))
     for node in (slice(0, 2), slice(2, 4)):
         assert sum(rows.owned[node]) == sum(rows.computed[node])
 
@@ -60,7 +62,9 @@ def test_nodes_balance_their_rows_and_pass_them_on(tmp_path: Path) -> None:
 def test_ranks_that_balance_rows_train_as_one_process(
     family: str, least_rows: int, num_local: int, tmp_path: Path
 ) -> None:
-    trained = check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, balance_experts=least_rows)
+    trained = check_ranks(
+        4, tmp_path, partial(expert_model, family), num_local=num_local, **{"experts.balance": least_rows}
+    )
     check_balanced(trained)
 
 
@@ -69,7 +73,7 @@ def test_ranks_that_balance_rows_train_as_one_process(
 @pytest.mark.parametrize("lazy", [False, True])
 def test_balanced_rows_and_experts_without_tokens(choice: str, lazy: bool, tmp_path: Path) -> None:
     make_model = Chosen("mixtral", CHOICES[choice])
-    settings: dict[str, Any] = {"balance_experts": 1, "lazy_experts": lazy}
+    settings: dict[str, Any] = {"experts.balance": 1, "experts.lazy": lazy}
     trained = check_ranks(4, tmp_path, make_model, recompute=True, **settings)
     check_balanced(trained)
     assert any(ours.num_behind for ours in trained) == lazy
@@ -79,7 +83,7 @@ def test_balanced_rows_and_experts_without_tokens(choice: str, lazy: bool, tmp_p
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_balanced_rows_of_micro_batches(is_joint: bool, tmp_path: Path) -> None:
     make_model = Chosen("mixtral", half_to_one)
-    settings: dict[str, Any] = {"balance_experts": 1, "accumulation": 2, "is_joint": is_joint}
+    settings: dict[str, Any] = {"experts.balance": 1, "accumulation": 2, "is_joint": is_joint}
     check_ranks(4, tmp_path, make_model, recompute=True, **settings)
 
 
@@ -87,7 +91,9 @@ def test_balanced_rows_of_micro_batches(is_joint: bool, tmp_path: Path) -> None:
 def test_balanced_rows_are_computed_again_for_some_ranks(tmp_path: Path) -> None:
     def train(links: Links) -> Trained:
         recompute = links.ranks.rank > 0
-        return train_rank(links, tmp_path, Chosen("mixtral", half_to_one), recompute=recompute, balance_experts=1)
+        return train_rank(
+            links, tmp_path, Chosen("mixtral", half_to_one), recompute=recompute, **{"experts.balance": 1}
+        )
 
     check_equal(run_ranks(4, train), train_stock(Chosen("mixtral", half_to_one), 4))
 
@@ -97,7 +103,7 @@ def test_balanced_rows_in_bfloat16(tmp_path: Path) -> None:
     make_model = Chosen("mixtral", half_to_one)
     settings: dict[str, Any] = {"dtype": torch.bfloat16}
     alone = train_rank(Links.alone(), tmp_path / "alone", make_model, accumulation=2, **settings)
-    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1, **settings))
+    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, **{"experts.balance": 1}, **settings))
     check_balanced(trained)
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
@@ -112,7 +118,7 @@ def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
         return model
 
     without = run_ranks(4, lambda links: train_rank(links, tmp_path / "without", make_model))
-    trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1))
+    trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, **{"experts.balance": 1}))
     check_balanced(trained)
     for before, ours in zip(without, trained, strict=True):
         assert all(map(torch.equal, before.losses, ours.losses))
@@ -121,7 +127,7 @@ def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
 
 def trains(links: Links, _report: Callable[[object], None], folder: Path) -> dict[str, bytes]:
     """Return the weights of a rank that balances rows."""
-    trained = train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1)
+    trained = train_rank(links, folder, Chosen("mixtral", half_to_one), **{"experts.balance": 1})
     assert trained.rows is not None and trained.rows.most_computed < trained.rows.most_owned
     return {name: weight.numpy().tobytes() for name, weight in trained.weights.items()}
 

@@ -24,7 +24,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.attachment import enable_checkpointing
+from hf_lohan.huggingface.offloaded_model import enable_checkpointing
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError
@@ -271,7 +271,7 @@ def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_guesses_of_ranks_whose_batches_differ(clip: str, max_norm: float, name: str, tmp_path: Path) -> None:
     stock = train_stock(ACCUMULATED[name], 2, max_norm)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, clip=clip)))
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, _clip=clip)))
 
 
 @pytest.mark.covering(1)

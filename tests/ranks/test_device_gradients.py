@@ -50,7 +50,7 @@ from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient
 
 __all__ = ["choose_skipped_layers"]
 
-ROOM: dict[str, Any] = {"gpu_memory": "8MiB", "transport": "nccl"}
+ROOM: dict[str, Any] = {"gpu_memory": "8MiB", "ranks.transport": "nccl"}
 
 
 @pytest.fixture(autouse=True)
@@ -320,7 +320,7 @@ def compare(ours: Trained, theirs: Trained) -> None:
 def train_both(num_ranks: int, folder: Path, train: Callable[..., Any]) -> None:
     """Compare a run over devices with one over host memory. ``train`` gets links, a folder and settings."""
     host, nccl = (
-        run_ranks(num_ranks, lambda links, by=by: train(links, folder / by, **{**ROOM, "transport": by}))  # type: ignore[misc]
+        run_ranks(num_ranks, lambda links, by=by: train(links, folder / by, **{**ROOM, "ranks.transport": by}))  # type: ignore[misc]
         for by in ("host", "nccl")
     )
     for ours, theirs in zip(nccl, host, strict=True):
@@ -359,7 +359,7 @@ def test_three_ranks_in_bfloat16(family: str, tmp_path: Path, ways: list[bool]) 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_accumulated_gradients_are_added_on_the_host(clip: str, tmp_path: Path, ways: list[bool]) -> None:
     def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, "llama", 0.5, 3, clip=clip, **settings)
+        return train_rank(links, folder, "llama", 0.5, 3, _clip=clip, **settings)
 
     train_both(2, tmp_path, train)
     assert not any(ways)

@@ -198,8 +198,8 @@ def test_ranks_that_cannot_connect_their_devices_are_told(over_gloo: None, monke
 # The setting.
 
 
-def open_transport(links: Links, folder: Path, **settings: Any) -> DeviceLanes | None:
-    config = resolved(folder, cpu_memory="6MiB", gpu_memory="1MiB", **settings)
+def open_transport(links: Links, folder: Path, transport: str) -> DeviceLanes | None:
+    config = resolved(folder, cpu_memory="6MiB", gpu_memory="1MiB", ranks={"transport": transport})
     return open_device_transport(config, CpuDevice(), links)
 
 
@@ -211,15 +211,13 @@ def test_by_default_all_goes_through_host_memory(
     asked: list[object] = []
     monkeypatch.setattr(CpuDevice, "why_no_group", lambda _device, identities: asked.append(identities) or "")
     monkeypatch.setattr(gpu_links, "_output_of", lambda command: asked.append(command) or "")
-    assert run_ranks(2, lambda links: open_transport(links, tmp_path, transport=transport)) == [None, None]
+    assert run_ranks(2, lambda links: open_transport(links, tmp_path, transport)) == [None, None]
     assert not asked
 
 
-def refusal(folder: Path, num_ranks: int = 2, num_local: int | None = None, **settings: Any) -> str:
+def refusal(folder: Path, num_ranks: int = 2, num_local: int | None = None) -> str:
     """Return the error that all ranks raise."""
-    outcomes = rank_outcomes(
-        num_ranks, lambda links: open_transport(links, folder, transport="nccl", **settings), num_local=num_local
-    )
+    outcomes = rank_outcomes(num_ranks, lambda links: open_transport(links, folder, "nccl"), num_local=num_local)
     texts = {str(outcome.error) for outcome in outcomes}
     assert len(texts) == 1 and all(isinstance(outcome.error, ValueError) for outcome in outcomes), texts
     return texts.pop()
@@ -227,16 +225,16 @@ def refusal(folder: Path, num_ranks: int = 2, num_local: int | None = None, **se
 
 def test_nccl_is_refused_on_cpu_devices(tmp_path: Path) -> None:
     assert refusal(tmp_path) == (
-        "transport: 'nccl' cannot be used, because this run computes on the cpu, and only CUDA devices send to each "
-        "other; set transport to host or auto"
+        "ranks.transport: 'nccl' cannot be used, because this run computes on the cpu, and only CUDA devices send to "
+        "each other; set transport to host or auto"
     )
     assert "each machine has one rank" in refusal(tmp_path, num_local=1)
 
 
 def test_nccl_is_refused_for_what_it_does_not_carry(tmp_path: Path, over_gloo: None) -> None:
     assert "each machine has one rank, and only GPUs of one machine" in refusal(tmp_path, num_local=1)
-    with pytest.raises(ValueError, match=r"transport: 'nccl' .* and this is one process"):
-        open_transport(Links.alone(), tmp_path, transport="nccl")
+    with pytest.raises(ValueError, match=r"ranks.transport: 'nccl' .* and this is one process"):
+        open_transport(Links.alone(), tmp_path, "nccl")
 
 
 def test_a_reason_of_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +247,7 @@ def test_a_reason_of_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pyte
 
 def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     def run(links: Links) -> None:
-        config = resolved(tmp_path, **RANK_SETTINGS, transport=("auto", "host")[links.ranks.rank])
+        config = resolved(tmp_path, **RANK_SETTINGS, **{"ranks.transport": ("auto", "host")[links.ranks.rank]})
         model = tiny_model("llama")
         layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
         open_tiers(layout, config, CpuDevice(), links)
@@ -292,7 +290,9 @@ def test_training_equals_that_through_host_memory(
 
         def train(links: Links, transport: str = transport, note: Any = note) -> Trained:
             folder = tmp_path / transport
-            return train_rank(links, folder, family, max_norm, clip=clip, transport=transport, after_step=note, **ROOM)
+            return train_rank(
+                links, folder, family, max_norm, _clip=clip, **{"ranks.transport": transport}, after_step=note, **ROOM
+            )
 
         of_transport[transport] = run_ranks(num_ranks, train)
     for ours, theirs in zip(of_transport["nccl"], of_transport["host"], strict=True):
@@ -306,7 +306,7 @@ def test_training_equals_that_through_host_memory(
 def test_micro_batches_in_bfloat16_equal_those_through_host_memory(tmp_path: Path, over_gloo: None) -> None:
     def train(links: Links, transport: str) -> Trained:
         folder = tmp_path / transport
-        return train_rank(links, folder, "llama", 0.5, 3, dtype=torch.bfloat16, transport=transport)
+        return train_rank(links, folder, "llama", 0.5, 3, dtype=torch.bfloat16, **{"ranks.transport": transport})
 
     host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
     for ours, theirs in zip(nccl, host, strict=True):
@@ -319,7 +319,9 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_g
     devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # their threads outlive the ranks
 
     def train(links: Links) -> Trained:
-        return train_rank(links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], transport="nccl")
+        return train_rank(
+            links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], **{"ranks.transport": "nccl"}
+        )
 
     for ours in run_ranks(2, train, delays_seed=seed):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
@@ -418,7 +420,7 @@ def test_packed_weights_are_decoded_on_each_device(
     monkeypatch.setattr(DeviceLane, "fill_from_all", note)
 
     def trained(transport: str) -> list[Any]:
-        settings: dict[str, Any] = {"experts": "with_layer", "transport": transport, "gpu_memory": "8MiB"}
+        settings: dict[str, Any] = {"experts": "with_layer", "ranks.transport": transport, "gpu_memory": "8MiB"}
         form = None if "-" in kind else test_packed_weights.NF4
         folder = tmp_path / transport
         return test_packed_weights.train_ranks(
@@ -438,7 +440,7 @@ def test_packed_weights_are_decoded_on_each_device(
 def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
     found = []
     for transport in ("host", "nccl"):
-        settings = {"gpu_memory": "32MiB", "transport": transport}  # chunks of the same size
+        settings = {"gpu_memory": "32MiB", "ranks.transport": transport}  # chunks of the same size
         run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, num_steps=2, settings=settings)
         found.append(run.ranks(tmp_path / transport, "rows"))
     for theirs, ours in zip(*found, strict=True):
@@ -454,7 +456,7 @@ def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> Non
         rank = links.ranks.rank
         with ONE_GENERATOR:
             model = tiny_model("llama").train()
-        settings = {**RANK_SETTINGS, **ROOM, "sequence_ranks": 2, "transport": transport}
+        settings = {**RANK_SETTINGS, **ROOM, "ranks.per_row": 2, "ranks.transport": transport}
         config = resolved(tmp_path / f"{transport}-{rank}", **settings)
         layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
         engine = open_engine(model, layout, config, None, links)
@@ -487,7 +489,7 @@ def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
     make_model = partial(divided_experts.expert_model, "mixtral")
     found = []
     for transport in ("host", "nccl"):
-        settings: dict[str, Any] = {"gpu_memory": "4MiB", "transport": transport}
+        settings: dict[str, Any] = {"gpu_memory": "4MiB", "ranks.transport": transport}
         train = partial(divided_experts.train_rank, folder=tmp_path / transport, make_model=make_model, **settings)
         found.append(run_ranks(4, train, num_local=2))
     for theirs, ours in zip(*found, strict=True):

@@ -120,7 +120,7 @@ def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
 
         engine._pipeline.finish_step = finish_noted  # type: ignore[method-assign]
 
-    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read)
+    run = Run(max_norm=0.5, settings={"_schedule": schedule, "_clip": clip}, before_step=read)
     with pytest.raises(
         RanksDisagreeError,
         match=r"rank 1 ends a step with step\(\) or .* changes model\.\S+, while another rank still reads",
@@ -160,7 +160,7 @@ def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
         if engine.links.ranks.rank == 0:
             engine.drop_gradients()
 
-    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read, num_steps=1)
+    run = Run(max_norm=0.5, settings={"_schedule": schedule, "_clip": clip}, before_step=read, num_steps=1)
     outcomes = rank_outcomes(2, lambda links: run.train_rank(links, tmp_path, "rows"))
     for outcome in outcomes:
         error = outcome.error

@@ -126,16 +126,16 @@ def table_gradient_bytes(run: Run, layout: Any, rank: int, *, by_rows: bool) -> 
     "run",
     [
         pytest.param(Run(max_norm=0.5), id="deferred"),
-        pytest.param(Run(max_norm=100.0, settings={"clip": "speculate"}), id="guessed"),
-        pytest.param(Run(max_norm=0.5, settings={"clip": "speculate"}), id="guessed wrong"),
+        pytest.param(Run(max_norm=100.0, settings={"_clip": "speculate"}), id="guessed"),
+        pytest.param(Run(max_norm=0.5, settings={"_clip": "speculate"}), id="guessed wrong"),
         pytest.param(Run(max_norm=0.5, accumulation=3), id="accumulated"),
         pytest.param(Run(max_norm=0.5, accumulation=3, together=True), id="together"),
         pytest.param(Run(2, 1, max_norm=0.5, accumulation=2), id="two nodes"),
         pytest.param(Run(4, 2, max_norm=0.5, dtype=torch.bfloat16), id="bfloat16"),
-        pytest.param(Run(settings={"schedule": "serial"}), id="serial"),
+        pytest.param(Run(settings={"_schedule": "serial"}), id="serial"),
         pytest.param(Run(2, 1, untied_gpt2), id="gpt2"),
         pytest.param(
-            Run(2, 1, max_norm=0.5, settings={"resident_records": "auto", "cpu_memory": "16MiB"}), id="in RAM"
+            Run(2, 1, max_norm=0.5, settings={"_resident_records": "auto", "cpu_memory": "16MiB"}), id="in RAM"
         ),
         pytest.param(Run(2, 1, max_norm=0.5, settings={"durability": "checkpoint"}), id="one version"),
     ],
@@ -173,12 +173,12 @@ def test_rows_are_not_rounded(tmp_path: Path) -> None:
     """Other gradients are, between the nodes and on the links of the devices."""
     collectives = {"gradients": "int4", "within": "int8"}
     exact = Run(2, 1, num_steps=1).ranks(tmp_path / "exact", "rows")
-    coded = Run(2, 1, num_steps=1, settings={"collectives": {"within": "exact", "gradients": "int4"}})
+    coded = Run(2, 1, num_steps=1, settings={"ranks.collectives": {"within": "exact", "gradients": "int4"}})
     found = coded.ranks(tmp_path / "coded", "rows")
     for of_rank in found:
         assert same_bits(of_rank.tensors[WORDS], exact[0].tensors[WORDS])
         assert not same_bits(of_rank.tensors["lm_head.weight"], exact[0].tensors["lm_head.weight"])
-    Run(2, 1, settings={"collectives": collectives}).ranks(tmp_path / "both", "rows")
+    Run(2, 1, settings={"ranks.collectives": collectives}).ranks(tmp_path / "both", "rows")
 
 
 # Batches.

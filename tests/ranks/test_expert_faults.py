@@ -31,7 +31,7 @@ def test_a_rank_that_dies_in_the_exchange_ends_the_others(
         train_rank,
         folder=tmp_path,
         make_model=Chosen("mixtral", half_to_one),
-        balance_experts=1 if balances else False,
+        **{"experts.balance": 1 if balances else False},
     )
     outcomes = rank_outcomes(num_ranks, train, faults=[fault], num_local=num_local)
     for rank, outcome in enumerate(outcomes):
@@ -67,7 +67,7 @@ def kills_itself(links: Links, report: Callable[[object], None], folder: Path, a
 
     for room, name in MAY_END_IN if balances else MAY_END_IN[:1]:
         setattr(room, name, killing(getattr(room, name)))
-    train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1 if balances else False)
+    train_rank(links, folder, Chosen("mixtral", half_to_one), **{"experts.balance": 1 if balances else False})
 
 
 MAY_END_IN = [(RowExchange, "return_results"), *((Lending, name) for name in ("lend", "borrow", "give_gradient"))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,14 @@ from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 @pytest.mark.parametrize("family", slow_but(("mixtral", "gpt_oss"), FAMILIES))
 @pytest.mark.parametrize("parallel", slow_but(("node",), ("node", "world", "auto")))
 def test_two_ranks_train_as_one_process(family: str, parallel: str, tmp_path: Path) -> None:
-    check_ranks(2, tmp_path, partial(expert_model, family), expert_parallel=parallel)
+    check_ranks(2, tmp_path, partial(expert_model, family), **{"experts.parallel": parallel})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_local", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_train_as_one_process(family: str, num_local: int, tmp_path: Path) -> None:
-    check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, expert_parallel="world")
+    check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, **{"experts.parallel": "world"})
 
 
 @pytest.mark.covering(1)
@@ -72,7 +71,7 @@ def test_any_rank_may_own_an_expert(num_ranks: int, num_local: int, balance: int
         num_local=num_local,
         recompute=True,
         owners=scattered_owners(make_model, num_ranks),
-        balance_experts=balance,
+        **{"experts.balance": balance},
     )
 
 
@@ -84,7 +83,7 @@ def test_micro_batches_add_to_the_sums_of_the_ranks(is_joint: bool, tmp_path: Pa
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_the_norm_of_all_ranks_clips_all_experts(clip: str, tmp_path: Path) -> None:
     make_model = partial(expert_model, "mixtral")
-    train = partial(train_rank, folder=tmp_path, make_model=make_model, max_norm=0.5, clip=clip)
+    train = partial(train_rank, folder=tmp_path, make_model=make_model, max_norm=0.5, _clip=clip)
     trained = run_ranks(2, train)
     assert all(map(torch.equal, trained[0].norms, trained[1].norms)) and max(trained[0].norms) > 0.5
     check_equal(trained, train_stock(make_model, 2, norms=trained[0].norms, max_norm=0.5))
@@ -139,7 +138,7 @@ def test_bfloat16_experts_train_as_in_one_offloaded_process(tmp_path: Path) -> N
 @pytest.mark.parametrize("choice", CHOICES)
 def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path: Path) -> None:
     make_model = Chosen("mixtral", CHOICES[choice])
-    trained = check_ranks(2, tmp_path, make_model, recompute=True, lazy_experts=lazy)
+    trained = check_ranks(2, tmp_path, make_model, recompute=True, **{"experts.lazy": lazy})
     assert any(ours.num_behind for ours in trained) == lazy
 
 
@@ -164,7 +163,7 @@ def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -
         return tiny_model("mixtral", num_local_experts=2, intermediate_size=32).train()
 
     if num_ranks == 4:
-        check_ranks(num_ranks, tmp_path, make_model, balance_experts=1)
+        check_ranks(num_ranks, tmp_path, make_model, **{"experts.balance": 1})
         return
     trained = run_ranks(num_ranks, lambda links: train_rank(links, tmp_path, make_model))
     for ours in trained[1:]:
@@ -178,7 +177,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
 
     def train(links: Links) -> Trained:
         balance = 1 if seed % 2 else False
-        return train_rank(links, tmp_path, make_model, device=devices[links.ranks.rank], balance_experts=balance)
+        return train_rank(links, tmp_path, make_model, device=devices[links.ranks.rank], **{"experts.balance": balance})
 
     trained = run_ranks(2, train, delays_seed=seed)
     assert (trained[0].rows is not None) == seed % 2
@@ -277,13 +276,13 @@ def test_ranks_in_different_calls_are_refused() -> None:
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], int, str]] = [
-    ("llama", {"expert_parallel": "world"}, 1, "expert_parallel: world is set, but LlamaForCausalLM has no experts"),
-    ("llama", {"expert_parallel": "node"}, 2, "expert_parallel: node is set, but LlamaForCausalLM has no experts"),
-    ("mixtral", {"expert_parallel": "node"}, 1, "expert_parallel: node is set with 2 nodes"),
-    ("mixtral", {"expert_parallel": "world", "experts": "with_layer"}, 2, "expert_parallel: world gives each expert"),
-    ("mixtral", {"expert_parallel": "none", "experts": "streamed"}, 2, "2 ranks and expert_parallel: none"),
-    ("mixtral", {"balance_experts": 64, "experts": "with_layer"}, 2, "balance_experts: 64 is set, but each rank loads"),
-    ("llama", {"balance_experts": 64}, 2, "balance_experts: 64 is set, but each rank loads all weights of a layer"),
+    ("llama", {"experts.parallel": "world"}, 1, "experts.parallel: world is set, but LlamaForCausalLM has no experts"),
+    ("llama", {"experts.parallel": "node"}, 2, "experts.parallel: node is set, but LlamaForCausalLM has no experts"),
+    ("mixtral", {"experts.parallel": "node"}, 1, "experts.parallel: node is set with 2 nodes"),
+    ("mixtral", {"experts.parallel": "world", "experts": "with_layer"}, 2, "experts.parallel: world gives each expert"),
+    ("mixtral", {"experts.parallel": "none", "experts": "streamed"}, 2, "2 ranks and experts.parallel: none"),
+    ("mixtral", {"experts.balance": 64, "experts": "with_layer"}, 2, "experts.balance: 64 is set, but each rank loads"),
+    ("llama", {"experts.balance": 64}, 2, "experts.balance: 64 is set, but each rank loads all weights of a layer"),
 ]
 
 
@@ -300,11 +299,11 @@ def test_settings_that_do_not_fit_are_refused(
 def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     def resolve(links: Links) -> None:
         way = ("auto", "world")[links.ranks.rank]
-        resolved_here(OffloadConfig.load({"expert_parallel": way}), CpuDevice(), tmp_path, links)
+        resolved_here(OffloadConfig.load({"experts.parallel": way}), CpuDevice(), tmp_path, links)
 
     for outcome in rank_outcomes(2, resolve):
         assert isinstance(outcome.error, ConfigError)
-        assert "expert_parallel is 'auto' on rank 0 and 'world' on rank 1" in str(outcome.error)
+        assert "experts.parallel is 'auto' on rank 0 and 'world' on rank 1" in str(outcome.error)
 
 
 def test_a_rank_that_owns_no_expert_takes_their_form_from_the_other_stores(tmp_path: Path) -> None:
@@ -314,8 +313,8 @@ def test_a_rank_that_owns_no_expert_takes_their_form_from_the_other_stores(tmp_p
     def form(links: Links) -> tuple[bool, str]:
         with opened(links, tmp_path, make_model) as engine:
             owns_some = any(block.owner == links.ranks.rank for block in engine.layout.blocks)
-            config = replace(engine.config, experts="auto")
-        return owns_some, experts_as_stored(engine.model, config, links).experts
+            config = OffloadConfig.load(engine.config, experts="auto")
+        return owns_some, experts_as_stored(engine.model, config, links).experts.load
 
     owners, forms = zip(*run_ranks(3, form), strict=True)
     assert sorted(owners) == [False, True, True]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 Train = Callable[[Links, str], None]
 Work = Callable[[Links, str], object]
 NET_TIMEOUT_S = 3.0
-BUDGETS = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "cpu_threads": 1, "io_threads": 1}
+BUDGETS = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "cpu_threads": 1, "_io_threads": 1}
 
 
 @pytest.fixture

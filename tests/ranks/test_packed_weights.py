@@ -16,7 +16,7 @@ from torch import Tensor
 import hf_lohan.engine.ranks
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, open_tiers
-from hf_lohan.huggingface.attachment import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
@@ -31,10 +31,10 @@ MAX_NORM = 0.05
 SETTINGS: dict[str, Any] = {
     "cpu_memory": "16MiB",
     "gpu_memory": "4MiB",
-    "io_threads": 1,
+    "_io_threads": 1,
     "prefetch_blocks": 1,
     "activations": "recompute",
-    "resident_records": "none",
+    "_resident_records": "none",
 }
 NF4 = {"method": "nf4", "double": True}
 
@@ -197,7 +197,7 @@ def test_each_rank_decodes_its_own_experts(kind: str, tmp_path: Path) -> None:
             return base if is_packed else base.decoded()
 
         folder = tmp_path / str(is_packed)
-        settings: dict[str, Any] = {"experts": "streamed", "expert_parallel": "node", "max_norm": 0.0}
+        settings: dict[str, Any] = {"experts": "streamed", "experts.parallel": "node", "max_norm": 0.0}
         return train_ranks(folder, make_base, **settings)
 
     packed, decoded = trained(True), trained(False)
@@ -213,10 +213,10 @@ def test_each_rank_decodes_its_own_experts(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backward", ["ram", "ssd"])
 def test_nodes_keep_packed_layers_and_no_experts_of_others(backward: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"experts": "streamed", "expert_parallel": "world", "max_norm": 0.0}
+    settings: dict[str, Any] = {"experts": "streamed", "experts.parallel": "world", "max_norm": 0.0}
 
     def of_way(name: str, way: dict[str, str]) -> list[Trained]:
-        ways = {"collectives": {"forward": "exact", **way}}
+        ways = {"ranks.collectives": {"forward": "exact", **way}}
         return train_ranks(tmp_path / name, lambda: base_of("mixtral", NF4), num_local=1, **settings, **ways)
 
     expected, found = of_way("world", {"backward": "world"}), of_way("kept", {"backward": backward})
@@ -244,7 +244,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
 
 
 def test_copies_in_ram_are_packed(tmp_path: Path) -> None:
-    trained, alone = check_ranks(tmp_path, lambda: base_of("llama", NF4), resident_records="auto")
+    trained, alone = check_ranks(tmp_path, lambda: base_of("llama", NF4), _resident_records="auto")
     assert [ours.read_bytes for ours in (*trained, alone)] == [0, 0, 0]
     for ours in trained:
         copies = {(record.block, record.kind): record.num_bytes for record in ours.layout.resident_records}
@@ -281,7 +281,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
 def test_packed_bytes_go_between_nodes(way: dict[str, str], dtype: torch.dtype, tmp_path: Path) -> None:
     """A node sends a packed layer once in all if the others keep it."""
-    ranks = {"collectives": {"forward": "exact", **way}}
+    ranks = {"ranks.collectives": {"forward": "exact", **way}}
     trained, _ = check_ranks(
         tmp_path, lambda: base_of("llama", NF4), dtype=dtype, num_local=1, ranks=ranks, max_norm=0.0
     )
@@ -315,7 +315,7 @@ def test_a_codec_changes_no_packed_byte(tmp_path: Path, monkeypatch: pytest.Monk
     coded: list[int] = []
     encode = MeasuredCodec.encode
     monkeypatch.setattr(MeasuredCodec, "encode", lambda *args: coded.append(args[1].numel()) or encode(*args))
-    ranks = {"collectives": {"forward": "int8", "backward": "world"}}
+    ranks = {"ranks.collectives": {"forward": "int8", "backward": "world"}}
     trained, _ = check_ranks(tmp_path, lambda: base_of("llama", NF4), num_local=1, ranks=ranks, max_norm=0.0)
     monkeypatch.undo()
     assert coded and max(coded) <= max(block.stored_numel for block in trained[0].layout.blocks)

@@ -217,7 +217,7 @@ def test_ranks_of_a_row_with_different_batches_are_refused(changed: str | None) 
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: dict[str, Any], told: str) -> None:
     ids = torch.zeros(1, 6, dtype=torch.long)
-    with pytest.raises(ValueError, match=f"sequence_ranks: 2 cuts .*{told}"):
+    with pytest.raises(ValueError, match=f"ranks.per_row: 2 cuts .*{told}"):
         cut_rows({"input_ids": ids, "labels": ids, **batch}, 0, 2)
 
 
@@ -232,7 +232,7 @@ def test_batches_that_cannot_be_cut_are_refused(batch: dict[str, Any], told: str
 def test_models_that_need_all_tokens_are_refused(family: str, changes: dict[str, Any], told: str) -> None:
     with _ONE_GENERATOR:
         model = tiny_model(family, **changes)
-    with pytest.raises(ValueError, match=f"sequence_ranks cannot divide the rows of {type(model).__name__}.*{told}"):
+    with pytest.raises(ValueError, match=f"ranks.per_row cannot divide the rows of {type(model).__name__}.*{told}"):
         check_model_of_rows(model)
 
 
@@ -253,7 +253,7 @@ def test_a_layer_that_carries_state_along_tokens_is_refused_by_name() -> None:
         with sharing_rows(model, rows, own["shift_labels"]):
             model(**own)
 
-    with pytest.raises(ValueError, match=r"sequence_ranks cannot divide the tokens of MambaBlock layers"):
+    with pytest.raises(ValueError, match=r"ranks.per_row cannot divide the tokens of MambaBlock layers"):
         run_ranks(2, run)
 
 
@@ -264,5 +264,5 @@ def test_a_training_forward_of_whole_rows_is_refused() -> None:
         run_layers_in_chunks(model, ActivationTiers(CpuDevice(), {}), {}, memory)
         model(**batch_of("llama", with_mask=False))
 
-    with pytest.raises(ValueError, match="sequence_ranks: 2 divides the rows of a Trainer's batches"):
+    with pytest.raises(ValueError, match=r"ranks\.per_row: 2 divides the rows of a Trainer's batches"):
         run_ranks(2, run)

@@ -17,7 +17,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
 NUM_STEPS = 3
-BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "2MiB", "io_threads": 1, "resident_records": "none"}
+BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "2MiB", "_io_threads": 1, "_resident_records": "none"}
 MACHINE = {
     "device": {"flops_per_s": 1e11, "memory_bytes": "1GB", "shares_cpu": True},
     "h2d_bytes_per_s": 1e10,
@@ -63,7 +63,9 @@ def planned_and_read_bytes(links: Links, folder: Path, backward: str) -> tuple[i
         model = tiny_model("llama", num_layers=8, hidden_size=128).train()
     settings = {**BUDGETS, "cpu_memory": "32MiB", "prefetch_blocks": 1, "activations": "recompute"}
     config = resolved(
-        folder / f"rank-{links.ranks.rank}", **settings, collectives={"forward": "exact", "backward": backward}
+        folder / f"rank-{links.ranks.rank}",
+        **settings,
+        **{"ranks.collectives": {"forward": "exact", "backward": backward}},
     )
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False, ranks=links.ranks)
     with _ONE_AT_A_TIME:

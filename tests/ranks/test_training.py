@@ -182,7 +182,7 @@ def test_guesses_of_the_norm_of_all_ranks_are_right_or_undone(max_norm: float, t
         applied.append(engine.last_step.applied)
 
     trained = run_ranks(
-        2, lambda links: train_rank(links, tmp_path, "llama", max_norm, clip="speculate", after_step=note)
+        2, lambda links: train_rank(links, tmp_path, "llama", max_norm, _clip="speculate", after_step=note)
     )
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())

@@ -55,9 +55,9 @@ class Training:
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
     def layout(self, model: Any, rank: int, folder: Path, collectives: Any = "exact") -> tuple[OffloadLayout, Any]:
-        settings: dict[str, Any] = {"io_threads": 1, "activations": "recompute", "prefetch_blocks": 1}
-        settings |= {"cpu_memory": self.cpu_memory, "resident_records": "none", "collectives": collectives}
-        settings |= {"gpu_memory": self.gpu_memory, "transport": self.transport}
+        settings: dict[str, Any] = {"_io_threads": 1, "activations": "recompute", "prefetch_blocks": 1}
+        settings |= {"cpu_memory": self.cpu_memory, "_resident_records": "none", "ranks.collectives": collectives}
+        settings |= {"gpu_memory": self.gpu_memory, "ranks.transport": self.transport}
         config = resolved(folder / f"rank-{rank}", **settings)
         holds = self.max_norm > 0
         layout = lay_out(model, config, working_dtype=self.dtype, hold_gradients=holds, ranks=self.ranks(rank))

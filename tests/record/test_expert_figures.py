@@ -11,7 +11,7 @@ NUM_STEPS = 3
 
 
 def test_each_line_counts_used_and_loaded_experts(tmp_path: Path) -> None:
-    offload = {"cpu_memory": "3MiB", "gpu_memory": "288KiB", "resident_records": "none", "experts": "streamed"}
+    offload = {"cpu_memory": "3MiB", "gpu_memory": "288KiB", "_resident_records": "none", "experts": "streamed"}
     trainer = small_trainer(tmp_path, offload, family="mixtral", max_steps=NUM_STEPS)
     trainer.train()
     engine = trainer.offload_engine

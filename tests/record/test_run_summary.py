@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.attachment import engine_of, run_plan_of
+from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {
@@ -92,7 +92,6 @@ def test_bytes_match_the_state(run: dict[str, Any]) -> None:
 def test_peaks_are_within_the_budgets(run: dict[str, Any]) -> None:
     summary = run["summary"]
     config = OffloadConfig.load(summary["config"])  # the resolved config can be loaded
-    assert config.is_resolved
     assert (config.cpu_memory, config.gpu_memory) == (3 << 20, 1 << 20)
     assert 0 < summary["peak_cpu_pool_bytes"] <= 3 << 20
     assert 0 < summary["peak_gpu_pool_bytes"] <= 1 << 20

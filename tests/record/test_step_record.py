@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.files import StorageError
-from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import HardwareProfile, plan_offload
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
 NUM_STEPS, MORE_STEPS, BATCH_SIZE, ACCUMULATE, SEQUENCE_LENGTH = 6, 2, 2, 2, 16
-SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "resident_records": "none"}
+SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_resident_records": "none"}
 
 
 def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False) -> hf_lohan.Trainer:
@@ -195,7 +195,7 @@ def test_the_report_has_the_figures_and_is_self_contained(run: dict[str, Any]) -
     assert re.search(r"The loss went from [\d.]+ at step 2 to [\d.]+ at step 6", page)
     assert f"{run['losses'][-1]:.3f}" in page
     assert f"{summary['num_planned_steps']} of {summary['num_planned_steps']} steps" in page
-    assert "3 MiB" in page and "resident_records" in page
+    assert "3 MiB" in page and "_resident_records" in page
     charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     for chart in charts:
         ElementTree.fromstring(chart)

@@ -58,8 +58,8 @@ def test_gpu_step_runs_on_the_cpu(run: Run) -> None:
 
 def test_paced_step_runs(run: Run) -> None:
     own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1"]
-    figures = run("paced_step", *SMALL, *own, "--set", "resident_records=none", "--set", "commit_every=1")
-    assert figures["settings"]["resident_records"] == "none"
+    figures = run("paced_step", *SMALL, *own, "--set", "_resident_records=none", "--set", "commit_every=1")
+    assert figures["settings"]["_resident_records"] == "none"
     (result,) = figures["results"]
     (turn,) = result["turns"]
     assert len(turn["steps_s"]) == 1 and turn["num_commits"] == 1 and turn["write_bytes"] > 0

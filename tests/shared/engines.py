@@ -18,7 +18,7 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend
 from hf_lohan.hardware.direct_io import DirectIo
-from hf_lohan.huggingface.attachment import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
@@ -32,7 +32,7 @@ ConfigFactory = Callable[..., OffloadConfig]
 RANK_SETTINGS: dict[str, Any] = {
     "cpu_memory": "6MiB",
     "gpu_memory": "1MiB",
-    "io_threads": 1,
+    "_io_threads": 1,
     "prefetch_blocks": 1,
     "activations": "recompute",
     "experts": "with_layer",
@@ -79,8 +79,8 @@ def make_config(tmp_path: Path) -> ConfigFactory:
             "gpu_memory": "1MiB",
             "prefetch_blocks": 1,
             "experts": "with_layer",
-            "io_threads": 2,
-            "io_piece_bytes": 1 << 20,
+            "_io_threads": 2,
+            "_io_piece_bytes": 1 << 20,
         }
         return resolved(tmp_path / "store", **{**defaults, **settings})
 

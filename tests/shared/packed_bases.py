@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import ParameterAccess, drain_model
-from hf_lohan.huggingface.models.encoded_checkpoints import EncodedCheckpoint, encoded_checkpoint
-from hf_lohan.huggingface.models.loading import WeightSink
-from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
+from hf_lohan.huggingface.models.checkpoint_form import CheckpointForm, read_form
+from hf_lohan.huggingface.models.quantized_checkpoints import opened_tensors
+from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import name_in_base, packed_forms
 from hf_lohan.planner import Quantization
@@ -34,7 +34,7 @@ class Base:
 
     model: Any
     quantization: Quantization
-    encoded: EncodedCheckpoint | None = None
+    encoded: CheckpointForm | None = None
     """The checkpoint that has packed the weights."""
 
     def write(self, access: ParameterAccess) -> None:
@@ -45,8 +45,8 @@ class Base:
             return
         names = {name_in_base(name): name for name, p in self.model.named_parameters() if not p.requires_grad}
         sink = WeightSink(access, names)
-        with self.encoded.quantized.opened() as tensors:
-            self.encoded.replace_encoded(sink.is_packed, sink.store_bytes, tensors)
+        with opened_tensors(self.encoded.path) as tensors:
+            self.encoded.replace_tensors(tensors, sink)
         for name, parameter in self.model.named_parameters():
             if access.parts[name][0][1].packed is None:
                 access.write_parameter(name, parameter)
@@ -96,7 +96,7 @@ def base_of(
     import peft
 
     torch.manual_seed(0)
-    encoded: EncodedCheckpoint | None = None
+    encoded: CheckpointForm | None = None
     if kind in KINDS or kind == "llama-int4":
         assert folder is not None
         model, encoded = _published(kind, folder)
@@ -113,12 +113,12 @@ def base_of(
     if encoded is None:
         return Base(model.train(), Quantization.parse(form))
     frozen = [name_in_base(name) for name, p in model.named_parameters() if not p.requires_grad]
-    quantization = encoded.settings(OffloadConfig(), frozen).quantize
+    quantization = encoded.settings(OffloadConfig(), torch.float32, frozen).quantize
     assert quantization.weights
     return Base(model.train(), quantization, encoded)
 
 
-def _published(kind: str, folder: Path) -> tuple[Any, EncodedCheckpoint]:
+def _published(kind: str, folder: Path) -> tuple[Any, CheckpointForm]:
     """The model that transformers decodes, and the checkpoint."""
     path = folder / kind
     products: dict[str, Tensor] = {}
@@ -131,8 +131,8 @@ def _published(kind: str, folder: Path) -> tuple[Any, EncodedCheckpoint]:
     else:
         path = path if path.exists() else KINDS[kind][0](path)
         model = dequantized(path, kind)
-    quantized = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
-    assert quantized is not None
+    form = read_form(path, AutoConfig.from_pretrained(path))
     with torch.device("meta"):
-        skeleton: nn.Module = AutoModelForCausalLM.from_config(quantized.model_config)
-    return model, encoded_checkpoint(quantized, skeleton)
+        skeleton: nn.Module = AutoModelForCausalLM.from_config(form.model_config)
+    form.fit(skeleton)
+    return model, form

@@ -26,10 +26,10 @@ NUM_STEPS = 4
 TIGHT, ROOMY = "2MiB", "16MiB"
 WAYS: dict[str, dict[str, Any]] = {
     "in_backward": {"hold_gradients": False},
-    "defer": {"clip": "defer"},
-    "accepted": {"clip": "speculate"},
-    "redone": {"clip": "speculate"},
-    "serial": {"schedule": "serial"},
+    "defer": {"_clip": "defer"},
+    "accepted": {"_clip": "speculate"},
+    "redone": {"_clip": "speculate"},
+    "serial": {"_schedule": "serial"},
 }
 MAX_NORMS = {"defer": CLIPS, "accepted": LETS_THROUGH, "redone": CLIPS, "serial": CLIPS}
 

@@ -70,7 +70,7 @@ def test_borrowed_weights_are_not_read_from_the_store(
         model_factory=lambda: tiny_model("llama", num_layers=4).train(),
         hold_gradients=False,
         prefetch_blocks=prefetch_blocks,
-        resident_records="none",
+        _resident_records="none",
     )
     twins.train(1)
     reads: Counter[str] = Counter()

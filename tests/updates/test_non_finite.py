@@ -22,8 +22,8 @@ TwinsFactory = Callable[..., Any]
 NAN, INF = float("nan"), float("inf")
 EARLY, LATE = "model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"
 WAYS = {
-    "defer": {"hold_gradients": True, "clip": "defer"},
-    "speculate": {"hold_gradients": True, "clip": "speculate"},
+    "defer": {"hold_gradients": True, "_clip": "defer"},
+    "speculate": {"hold_gradients": True, "_clip": "speculate"},
     "in_backward": {"hold_gradients": False},
 }
 WAY = pytest.mark.parametrize("way", WAYS)
@@ -63,7 +63,7 @@ def train(twins: Any, num_steps: int, *, first_seed: int) -> None:
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
 def test_a_skipped_step_changes_no_bit(schedule: str, value: float, way: str, make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", schedule=schedule, **WAYS[way])
+    twins = make_twins("llama", _schedule=schedule, **WAYS[way])
     train(twins, 2, first_seed=100)
     assert not twins.optimizer.step_was_skipped
     for bad in range(2):
@@ -116,7 +116,7 @@ def test_a_step_is_skipped_if_only_the_sum_is_not_finite(make_twins: TwinsFactor
 def test_a_step_is_skipped_if_one_of_several_backwards_is_not_finite(
     is_final_bad: bool, make_twins: TwinsFactory
 ) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.train(1, max_norm=CLIPS)
     for number in range(2):
         twins.engine.announce_backward(is_final=number == 1)

@@ -26,7 +26,7 @@ EngineFactory = Callable[..., OffloadEngine]
 @MAX_NORMS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins(family, clip="speculate")
+    twins = make_twins(family, _clip="speculate")
     train(twins, max_norms)
     twins.assert_equal()
     assert_speculated(twins, max_norms)
@@ -34,7 +34,7 @@ def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_t
 
 @MAX_NORMS
 def test_deferring_clips_as_torch_without_guesses(max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="defer")
+    twins = make_twins("llama", _clip="defer")
     train(twins, max_norms)
     twins.assert_equal()
     assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
@@ -48,7 +48,7 @@ def test_deferring_clips_as_torch_without_guesses(max_norms: list[float], make_t
 def test_every_schedule_clips_as_torch(
     schedule: str, recompute: bool, max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
-    twins = make_twins("llama", clip="speculate", schedule=schedule, recompute=recompute)
+    twins = make_twins("llama", _clip="speculate", _schedule=schedule, recompute=recompute)
     train(twins, max_norms)
     twins.assert_equal()
     if schedule == "serial":
@@ -59,7 +59,7 @@ def test_every_schedule_clips_as_torch(
 
 @MAX_NORMS
 def test_spilled_gradients_of_a_wrong_guess_are_kept(max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate", cpu_memory="2MiB", gpu_memory="512KiB", backend=SlowBackend(2e-4))
+    twins = make_twins("llama", _clip="speculate", cpu_memory="2MiB", gpu_memory="512KiB", backend=SlowBackend(2e-4))
     assert twins.engine.layout.plan.spilled_blocks
     train(twins, max_norms)
     twins.assert_equal()
@@ -77,7 +77,7 @@ def test_bfloat16_masters_and_residuals_are_undone_and_redone(
 ) -> None:
     """The reference trains bfloat16 weights with float32 masters, torch's AdamW and gradients clipped in float32."""
     stock, model = (tiny_model("llama").train() for _ in range(2))
-    engine = build_engine(model, dtype=torch.bfloat16, clip=clip, sums_gradients=sums_gradients)
+    engine = build_engine(model, dtype=torch.bfloat16, _clip=clip, sums_gradients=sums_gradients)
     model.config.dtype = torch.bfloat16
     optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
     masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in stock.named_parameters()}
@@ -108,7 +108,7 @@ def test_bfloat16_masters_and_residuals_are_undone_and_redone(
 
 @EITHER_WAY
 def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("mixtral", clip="speculate")
+    twins = make_twins("mixtral", _clip="speculate")
     for step in range(3):
         for number in range(3):
             twins.engine.announce_backward(is_final=number == 2)
@@ -122,7 +122,7 @@ def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, ma
 @EITHER_WAY
 def test_gradients_of_earlier_backwards_alone_are_applied(max_norm: float, make_twins: TwinsFactory) -> None:
     """The last backward has no gradients for one layer and part of another, so no guess covers them."""
-    twins = make_twins("llama", clip="speculate", backend=SlowBackend(1e-3))
+    twins = make_twins("llama", _clip="speculate", backend=SlowBackend(1e-3))
     names = [name for name, _ in twins.stock.named_parameters()]
     early_only = [name for name in names if "layers.1." in name or name.endswith("layers.2.mlp.up_proj.weight")]
     for step in range(3):
@@ -139,7 +139,7 @@ def test_gradients_of_earlier_backwards_alone_are_applied(max_norm: float, make_
 
 @EITHER_WAY
 def test_unannounced_accumulation_ends_speculation(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     for step in range(3):
         for number in range(2):
             twins.backward(10 * step + number, scale=0.5)
@@ -154,7 +154,7 @@ def test_unannounced_accumulation_ends_speculation(max_norm: float, make_twins: 
 
 
 def test_nothing_is_guessed_if_nothing_can_be_undone(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate", durability="checkpoint")
+    twins = make_twins("llama", _clip="speculate", durability="checkpoint")
     train(twins, NORMS["some_steps_clip"])
     twins.assert_equal()
     assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
@@ -167,7 +167,7 @@ def test_the_way_of_clipping_may_change_between_steps(
     pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
     """A new plan may change it."""
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     ways = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
     for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, ways, strict=True)):
         twins.engine.clip_by("speculate" if guesses else "defer")
@@ -189,7 +189,7 @@ def test_auto_does_not_guess_after_steps_that_clipped(
     max_norms: list[float], guesses: tuple[int, int], make_twins: TwinsFactory
 ) -> None:
     """A wrong guess costs a second write."""
-    twins = make_twins("llama", clip="auto")
+    twins = make_twins("llama", _clip="auto")
     twins.engine.clip_by("speculate")  # as a plan does
     train(twins, max_norms)
     twins.assert_equal()
@@ -207,7 +207,7 @@ def test_auto_guesses_again_when_few_of_the_last_steps_clipped() -> None:
 
 
 def test_without_a_plan_no_step_guesses(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="auto")
+    twins = make_twins("llama", _clip="auto")
     train(twins, NORMS["some_steps_clip"])
     assert counts(twins) == (0, 0)
     assert twins.engine.clip_history.clip_rate == 0.5
@@ -221,7 +221,7 @@ def test_without_a_plan_no_step_guesses(make_twins: TwinsFactory) -> None:
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_late_copies_change_no_bit(family: str, seed: int, make_twins: TwinsFactory) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-4)
-    twins = make_twins(model_factory=partial(tiny_model, family), clip="speculate", device=device)
+    twins = make_twins(model_factory=partial(tiny_model, family), _clip="speculate", device=device)
     train(twins, NORMS["some_steps_clip"])
     twins.assert_equal()
     assert device.num_races == 0

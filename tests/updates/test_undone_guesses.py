@@ -24,7 +24,7 @@ TwinsFactory = Callable[..., Any]
 def test_an_evaluation_between_backward_and_step_sees_no_guess(
     max_norm: float, gpu_memory: str, make_twins: TwinsFactory
 ) -> None:
-    twins = make_twins("gpt2", clip="speculate", gpu_memory=gpu_memory)
+    twins = make_twins("gpt2", _clip="speculate", gpu_memory=gpu_memory)
     for step in range(3):
         twins.backward(step)
         with torch.no_grad():
@@ -40,7 +40,7 @@ def test_an_evaluation_right_after_a_step_sees_the_new_weights(
     max_norm: float, schedule: str, make_twins: TwinsFactory
 ) -> None:
     """Guesses and their second updates are still being written."""
-    twins = make_twins("llama", clip="speculate", schedule=schedule, backend=SlowBackend(3e-3), gpu_memory="512KiB")
+    twins = make_twins("llama", _clip="speculate", _schedule=schedule, backend=SlowBackend(3e-3), gpu_memory="512KiB")
     for step in range(3):
         twins.train(1, first_seed=step, max_norm=max_norm)
         with torch.no_grad():
@@ -52,7 +52,7 @@ def test_an_evaluation_right_after_a_step_sees_the_new_weights(
 @EITHER_WAY
 def test_a_submodule_called_between_backward_and_step_sees_no_guess(max_norm: float, make_twins: TwinsFactory) -> None:
     """The hooks of the whole model's forward, which undo guesses, do not run."""
-    twins = make_twins("llama", clip="speculate", gpu_memory="512KiB")
+    twins = make_twins("llama", _clip="speculate", gpu_memory="512KiB")
     for step in range(3):
         twins.backward(step)
         with torch.no_grad():
@@ -68,7 +68,7 @@ def test_a_submodule_called_between_backward_and_step_sees_no_guess(max_norm: fl
 def test_a_second_backward_without_a_forward_sees_no_guess(
     recompute: bool, max_norm: float, make_twins: TwinsFactory
 ) -> None:
-    twins = make_twins("llama", clip="speculate", recompute=recompute, gpu_memory="512KiB")
+    twins = make_twins("llama", _clip="speculate", recompute=recompute, gpu_memory="512KiB")
     for step in range(3):
         for loss in twins.losses(step):
             loss.backward(retain_graph=True)
@@ -80,7 +80,7 @@ def test_a_second_backward_without_a_forward_sees_no_guess(
 
 @EITHER_WAY
 def test_parameters_read_between_backward_and_step_have_no_guess(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.train(1)
     twins.backward(5)
     twins.assert_equal()  # this reads all records
@@ -91,7 +91,7 @@ def test_parameters_read_between_backward_and_step_have_no_guess(max_norm: float
 
 @EITHER_WAY
 def test_hyperparameters_set_between_backward_and_step_are_used(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("opt", clip="speculate")
+    twins = make_twins("opt", _clip="speculate")
     for step in range(3):
         twins.backward(step)
         twins.clip(max_norm)
@@ -105,7 +105,7 @@ def test_hyperparameters_set_between_backward_and_step_are_used(max_norm: float,
 
 
 def test_weights_loaded_between_backward_and_step_stay_loaded(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.train(1)
     twins.backward(5)
     name, loaded = "model.norm.weight", torch.full((64,), 0.5)
@@ -121,7 +121,7 @@ def test_weights_loaded_between_backward_and_step_stay_loaded(make_twins: TwinsF
 
 
 def test_a_guess_that_zero_grad_drops_changes_nothing(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", clip="speculate")
+    twins = make_twins("llama", _clip="speculate")
     twins.train(1, max_norm=LETS_THROUGH)
     for seed in (7, 8):
         twins.backward(seed)
@@ -140,7 +140,7 @@ def test_a_failed_backward_undoes_its_guesses(place: str, max_norm: float, make_
     def raise_planned(_gradient: torch.Tensor) -> None:
         raise PlannedError
 
-    twins = make_twins("llama", clip="speculate", backend=SlowBackend(2e-4))
+    twins = make_twins("llama", _clip="speculate", backend=SlowBackend(2e-4))
     twins.train(1, max_norm=max_norm)
     module = twins.model.get_submodule(place)
     for _ in range(2):

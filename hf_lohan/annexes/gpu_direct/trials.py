@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
-from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.config import ConfigError, ResolvedConfig
 from hf_lohan.device import Device, DeviceHasher, Lane
 from hf_lohan.device.factory import device_for
 from hf_lohan.files import IoEngine, Transfer
@@ -111,12 +111,12 @@ class CuFileIo(DirectIo):
         self.backend.close_library()
 
 
-def uses_direct_io(config: OffloadConfig, device: Device) -> bool:
+def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
     """Return whether a run opens GPUDirect Storage, as `open_direct_io` does. A trial may be made for it."""
     return _trials_if_used(config, device) is not None
 
 
-def open_direct_io(config: OffloadConfig, device: Device) -> CuFileIo | None:
+def open_direct_io(config: ResolvedConfig, device: Device) -> CuFileIo | None:
     """Open GPUDirect Storage if ``config.gpu_direct`` asks for it or allows it and a trial was faster. ``config`` is
     resolved. Raises ConfigError if it is true and the machine cannot."""
     wanted, trials = config.gpu_direct, _trials_if_used(config, device)
@@ -134,12 +134,11 @@ def open_direct_io(config: OffloadConfig, device: Device) -> CuFileIo | None:
     return CuFileIo(hasher=hasher_for(device), backend=CuFileBackend(library, device.enter_thread))
 
 
-def _trials_if_used(config: OffloadConfig, device: Device) -> tuple[GpuDirectTrial, ...] | None:
+def _trials_if_used(config: ResolvedConfig, device: Device) -> tuple[GpuDirectTrial, ...] | None:
     """Return the trials after which GPUDirect Storage is used; None if it is not used."""
     wanted = config.gpu_direct
     if wanted is False:
         return None
-    assert config.ssd != "auto"
     problem, trials = why_not(device, [ssd.path for ssd in config.ssd], tries_anyway=wanted is True)
     if problem:
         if wanted is True:

@@ -19,8 +19,8 @@ def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: st
     """Raise ValueError if the commits of these ``journals`` have updates of experts that were deferred."""
     if any(MISSED_STEPS_NAME in journal for journal in journals):
         raise ValueError(
-            f"lazy_experts (auto by default) has deferred updates of experts in {directory}, which cannot be applied "
-            "with another number of ranks; train one step with lazy_experts=false first"
+            f"experts.lazy (auto by default) has deferred updates of experts in {directory}, which cannot be applied "
+            "with another number of ranks; train one step with experts.lazy: false first"
         )
 
 

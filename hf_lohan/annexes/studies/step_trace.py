@@ -37,7 +37,7 @@ from hf_lohan.compat.torch_private import (
     storage_id,
     tree_map_only,
 )
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ResolvedConfig
 from hf_lohan.model import discover_blocks
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.model.discovery import ModelBlocks
@@ -516,7 +516,7 @@ def _takes_gradient(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
 def lifetimes_of_step(
     planned: PlannedStep,
     model: nn.Module,
-    config: OffloadConfig,
+    config: ResolvedConfig,
     *,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,29 +17,13 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import cache_among
-from hf_lohan.device import default_torch_device
-from hf_lohan.engine import ParameterAccess
-from hf_lohan.engine.ranks import all_agree, check_equal_weights
-from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
-from hf_lohan.huggingface.equal_runs import check_equal_checkpoints
-from hf_lohan.huggingface.models.encoded_checkpoints import encoded_checkpoint
-from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.loading import (
-    as_tied,
-    load_dtype,
-    make_placeholders,
-    refuse_placement,
-    skeleton_of,
-    store_the_rest,
-    stream_model,
-)
-from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, quantized_checkpoint
-from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
-from hf_lohan.huggingface.ranks import at_stores, links_to_other_ranks
+from hf_lohan.engine.ranks import all_agree
+from hf_lohan.huggingface.attachment import attach
+from hf_lohan.huggingface.local_run import LocalRun, settings_given
+from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
+from hf_lohan.huggingface.models.weight_sink import make_placeholders
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, forward_without_values, lay_out_generation
-from hf_lohan.planning.layout import resolved_here
 from hf_lohan.store import Store
 from hf_lohan.wording import format_bytes, times
 
@@ -98,89 +82,47 @@ def load_for_generation(
             "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
             "largest number of tokens, including the prompt, such as max_length=2048"
         )
-    links = links_to_other_ranks()
-    config = settings_given(offload)
-    device = open_device(config, torch_device or default_torch_device())
-    config, found = at_stores(config, default_ssd_path, links)
-    config = replace(
-        resolved_here(config, device, default_ssd_path, links),
-        activations="keep",
-        durability="checkpoint",
-        chunked_loss=False,
-    )
-    refuse_placement(kwargs, "which offload streams to its device itself")
+    run = LocalRun.begin(settings_given(offload), torch_device, default_ssd_path)
     arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-    checkpoint = Checkpoint.open(path, arguments)
-    model_config = checkpoint.take_config(arguments)
-    model_class = model_class or model_class_of(model_config, checkpoint.code)
-    if quantization_of(model_config) is not None:
-        checkpoint.fetch_weights(None, config, links)  # their files say how they are packed
-    packed = packed_checkpoint(checkpoint.folder, model_config)
-    model_config = model_config if packed is None else packed.model_config
-    quantized = quantized_checkpoint(checkpoint.folder, model_config)
-    model_config = model_config if quantized is None else quantized.model_config
-    wanted_dtype = load_dtype(path, model_config, dtype)
-    if packed is not None:
-        config = packed.settings(config, wanted_dtype)
-    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, wanted_dtype, config)
-    with torch.device("meta"):
-        skeleton = skeleton_of(model_class, model_config, wanted_dtype, checkpoint.code).requires_grad_(False)
-    encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
-    quantized = None if encoded is None else encoded.quantized
-    if encoded is not None:
-        config = encoded.settings(config, [name for name, _ in skeleton.named_parameters()])
-        encoded = encoded if config.quantize.weights else None
+    settings = replace(
+        run.settings, activations="keep", durability="checkpoint", chunks=replace(run.settings.chunks, loss=False)
+    )
+    recipe = ModelRecipe(path, arguments, settings, run.links, dtype=dtype, model_class=model_class)
+    recipe.build(is_trained=False)
+    settings, skeleton = recipe.settings, recipe.skeleton
     if not skeleton.can_generate():
         raise ValueError(
             f"{type(skeleton).__name__}, the class of {str(path)!r}, cannot generate; pass model_class=, such as "
             "transformers.AutoModelForCausalLM"
         )
-    lay_out_for_this = partial(
+    lay_out = partial(
         lay_out_generation,
-        config=config,
+        config=settings,
         working_dtype=None,
         keys_and_values=keys_and_values(
-            partial(weightless_model, model_config, torch.bfloat16, None, model_class, checkpoint.code),
-            wanted_dtype,
+            partial(weightless_model, recipe.config, torch.bfloat16, recipe.model_class, recipe.checkpoint.code),
+            recipe.dtype,
             num_sequences,
             max_length,
         ),
-        memory_is_host=device.memory_is_host,
-        experts_per_token=getattr(model_config, "num_experts_per_tok", None),
-        ranks=links.ranks,
+        memory_is_host=run.device.memory_is_host,
+        experts_per_token=getattr(recipe.config, "num_experts_per_tok", None),
+        ranks=run.links.ranks,
     )
-    layout = lay_out_for_this(skeleton)
-    checkpoint.fetch_weights(layout.records, config, links)
-    check_equal_checkpoints(checkpoint.folder, links, model_config)
-    fingerprint = _fingerprint(checkpoint.folder, wanted_dtype)
-    tiers = open_tiers_or_take_over(layout, config, device, found)
-    try:
-        is_stored = all_agree(links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
+    layout = lay_out(skeleton)
+    recipe.check(layout)
+    fingerprint = _fingerprint(recipe.checkpoint.folder, recipe.dtype)
+    with run.tiers(layout, settings) as tiers:
+        is_stored = all_agree(run.links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
         if is_stored and _take_buffers(skeleton, tiers.store):
             tiers.store.drop_drafts()  # drops the zeros with which a new store begins
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
-            if (Path(checkpoint.folder) / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+            if (Path(recipe.checkpoint.folder) / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(recipe.checkpoint.folder)
         else:
-            access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
-            names = {name: name for name, _ in skeleton.named_parameters()}
-            model = stream_model(
-                checkpoint,
-                model_class,
-                model_config,
-                wanted_dtype,
-                access,
-                names,
-                quantized,
-                encoded,
-                packed=packed,
-                **arguments,
-            )
-            model.requires_grad_(False)
-            check_equal_weights(model.named_parameters(), links)  # new heads are in no checkpoint
-            store_the_rest(model, access, names)
-            layout = lay_out_for_this(model)
+            model = recipe.stream(tiers, layout)
+            layout = lay_out(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:
                 raise ValueError(
                     f"the model of {str(path)!r} differs from the model that its config describes, so the store does "
@@ -188,10 +130,7 @@ def load_for_generation(
                 )
             buffers = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in _buffers(model)}
             tiers.store.commit({_FACT: fingerprint}, {_BUFFERS: save(buffers)})
-        engine = attach(model.eval(), layout, tiers, config)
-    except BaseException:
-        tiers.close()
-        raise
+        engine = attach(model.eval(), layout, tiers, settings)
     engine.commits.leave_to_journal()  # the weights do not change any more, so no commit follows
     # Torch chooses other kernels for weights without gradients, and the stock model's weights have gradients.
     model.requires_grad_(True)
@@ -208,19 +147,16 @@ def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences:
     model = build().eval()
     tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
     cache = cache_among(forward_without_values(model, input_ids=tokens, use_cache=True))
-    layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
+    layers = [
+        sum(value.numel() for value in vars(layer).values() if isinstance(value, Tensor))
+        for layer in getattr(cache, "layers", [])
+    ]
     if not any(layers):
         logger.warning(
             "the cache of %s has no tensors that can be counted, so gpu_memory keeps no room for it", type(model)
         )
     num_elements = sum(layers) + max(layers, default=0)
     return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
-
-
-def _numels(layer: object) -> Iterator[int]:
-    for value in vars(layer).values():
-        if isinstance(value, Tensor):
-            yield value.numel()
 
 
 def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware.measurement import store_paths
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
-from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.hub import Checkpoint
+from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.ranks import Links
@@ -240,8 +239,7 @@ def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) 
 
 def _drive_bytes_per_s(engine: OffloadEngine) -> float:
     """Measure the rate of all drives of the store together, with the run's I/O settings."""
-    config: OffloadConfig = engine.config
-    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
+    config = engine.config
     _, together = measure_ssds(
         store_paths(config),
         engine.device,

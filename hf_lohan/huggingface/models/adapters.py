@@ -78,11 +78,6 @@ def changes_the_base(init_lora_weights: Any) -> bool:
     return name == "lora_ga" or name.partition("_")[0] in _CHANGE_THE_BASE
 
 
-def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
-    """Same as `finished_skeleton`, with the adapters of a configuration of PEFT."""
-    return finished_skeleton(skeleton, adding_adapters(peft_config))
-
-
 def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
     """Return the function that adds adapters to a model."""
     from peft import get_peft_model
@@ -337,13 +332,6 @@ def merge_through_store(
         for name in _WHOLE_MODEL:
             if hasattr(owner, name):
                 setattr(owner, name, functools.partial(merging.return_base, name, model, getattr(owner, name)))
-
-
-def needs_all_kept(model: Any) -> bool:
-    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
-    recomputed layers."""
-    configs = getattr(model, "peft_config", {})
-    return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
 
 
 class _Merging:

@@ -205,8 +205,10 @@ class Checkpoint:
     def _check_room(
         self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
     ) -> None:
-        assert config.ssd != "auto"
-        paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+        paths = [
+            StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None)
+            for ssd in config.ssd_paths(cache)
+        ]
         most_homes = 1 if config.durability == "checkpoint" else 2
         least_homes = 2 if config.durability == "step" else 1
         for num_homes in range(most_homes, least_homes - 1, -1):
@@ -311,7 +313,6 @@ def _small_files(
 
 
 def _is_small(file: str, *, with_code: bool) -> bool:
-    """Whether a file is a config, a tokenizer or the like, or code."""
     if "/" in file and not (with_code and fnmatch(file, _CODE)):
         return fnmatch(file, _TEMPLATES)
     return any(fnmatch(file, pattern) for pattern in (*_SMALL_FILES, *([_CODE] if with_code else [])))
@@ -389,7 +390,6 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    """Within, no other process has this lock."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import os
 import shutil
@@ -18,22 +16,17 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
-from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread, tensors_replaced
+from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread
 from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
-from hf_lohan.huggingface.models.hub import Checkpoint, adapter_folder
-from hf_lohan.huggingface.models.loading import (
-    as_tied,
-    make_placeholders,
-    refuse_placement,
-    skeleton_of,
-    take_torch_dtype,
-    warn_of_unused,
-)
-from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors, quantized_checkpoint
-from hf_lohan.huggingface.models.saving import dtype_of_config, on_meta, save_weights
-from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.models.hub import adapter_folder
+from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors
+from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
+from hf_lohan.huggingface.models.saving import SavedWeights, dtype_of_config, on_meta, save_weights
+from hf_lohan.huggingface.models.weight_sink import make_placeholders
 from hf_lohan.huggingface.progress import advance
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import Links
 
 _PIECE_BYTES = 32 << 20
@@ -82,12 +75,17 @@ def merge(
         )
     check_new_folder(output)
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
-    checkpoint = Checkpoint.open(base, kwargs)
-    model, weights = _unread_model(checkpoint, model_class, dtype, target.parent, kwargs)
+    settings = resolved_here(OffloadConfig(), CpuDevice(), target.parent)
+    recipe = ModelRecipe(
+        base, kwargs, settings, Links.alone(), dtype=torch.float32, model_class=model_class, stays_packed=False
+    )
+    recipe.build()
+    check_safetensors(recipe.checkpoint.folder)
+    model, weights = _unread_model(recipe, dtype)
     # A weight that is read may be a view of the file, and PEFT writes saved modules into it. So it gets a clone.
     readable = ReadableBase(lambda parameter: weights[parameter]().clone())
     readable.hide(weights)
-    adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), checkpoint.name)
+    adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), recipe.checkpoint.name)
     merged: list[tuple[Any, PendingMerges]] = []
     merge_through_store(adapted, lambda *result: merged.append(result), weights.keys())
     adapted.merge_and_unload()
@@ -99,36 +97,13 @@ def merge(
     )
     with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
         save(unfinished / target.name)
-        _copy_tokenizer(folder, checkpoint.folder, unfinished / target.name)
+        _copy_tokenizer(folder, recipe.checkpoint.folder, unfinished / target.name)
 
 
-def _unread_model(
-    checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype | str, near: Path, kwargs: dict[str, Any]
-) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
-    """Return a checkpoint's model of placeholders, and the weights that they stand for. Weights of the Hub are fetched
-    if the drives of cache and ``near`` have room."""
-    model_config = checkpoint.take_config(kwargs)
-    model_class = model_class or model_class_of(model_config, checkpoint.code)
-    place = OffloadConfig.load({"ssd": str(near)})
-    checkpoint.fetch_weights(None, place, Links.alone())
-    check_safetensors(checkpoint.folder)
-    quantized = quantized_checkpoint(checkpoint.folder, model_config)
-    decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if quantized is not None:
-        model_config = quantized.model_config
-        with torch.device("meta"):
-            own_config = copy.deepcopy(model_config)  # building a model changes its dtype
-            skeleton = skeleton_of(model_class, own_config, torch.float32, checkpoint.code)
-        decoded = tensors_replaced(quantized.of_model(skeleton).replace_encoded)
-    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, torch.float32, place)
+def _unread_model(recipe: ModelRecipe, dtype: torch.dtype | str) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
+    """Return a model of placeholders, and the weights that they stand for."""
     unread: dict[str, UnreadWeight] = {}
-    with loaded_unread(unread) as unused, decoded, tensors_replaced(checkpoint.as_tied):
-        arguments = checkpoint.loading_arguments(model_class, kwargs)
-        model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **arguments)
-    checkpoint.name_model(model)
-    if quantized is not None:
-        quantized.check_loaded(model, unused)
-    warn_of_unused(checkpoint, model, unused)
+    model = recipe.load(dtype, loaded_unread(unread))
     weights: dict[nn.Parameter, UnreadWeight] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in unread:
@@ -209,42 +184,25 @@ def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight]
             AbsentParameter.show(parameter, weights.pop(parameter)())
 
 
-class _MergedWeights(Mapping[str, Tensor]):
-    """The weights of a checkpoint, with adapters merged into them, by their names in the model. Each access reads the
-    checkpoint."""
+class _MergedWeights(SavedWeights):
+    """The weights of a checkpoint."""
 
     def __init__(self, model: Any, weights: Mapping[nn.Parameter, UnreadWeight], merges: PendingMerges) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        super().__init__({name: own for name, own in named if own in weights or own in merges}, merges)
         self._weights = weights
-        self._merges = merges
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter in weights or parameter in merges
-        }
-        self._last_merged: dict[nn.Parameter, Tensor] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self._parameters[name].dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._value(self._parameters[name])
+        weight = self._value(name)
         advance(weight.nbytes)
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """Iterate over the pieces of a flattened weight."""
-        parameter = self._parameters[name]
-        weight = self._weights.get(parameter)
-        if weight is None or parameter in self._merges or not weight.has_rows:
+        weight = self._with_rows(name)
+        if weight is None:
             yield self[name].reshape(-1)
             return
         num_rows = weight.form.shape[0]
@@ -255,25 +213,26 @@ class _MergedWeights(Mapping[str, Tensor]):
             advance(rows.nbytes)
 
     def rows(self, name: str, row: int | None) -> Tensor:
-        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
-        parameter = self._parameters[name]
-        weight = self._weights.get(parameter)
-        if weight is None or parameter in self._merges or not weight.has_rows:
-            rows = self._value(parameter)[row : row + 1]
-        else:
-            rows = weight.rows(row, row + 1)
+        weight = self._with_rows(name)
+        rows = self._value(name)[row : row + 1] if weight is None else weight.rows(row, row + 1)
         advance(rows.nbytes)
         return rows
 
-    def _value(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._merges:
-            return self._read(parameter)
-        if parameter not in self._last_merged:
-            self._last_merged.clear()  # frees their memory first
-            self._last_merged = self._merges.merged(parameter, lambda other: self._read(other).clone())
-        return self._last_merged[parameter]
+    def _with_rows(self, name: str) -> UnreadWeight | None:
+        """Return a weight whose rows are read one by one; None if it is read whole."""
+        parameter = self._parameters[name]
+        weight = self._weights.get(parameter)
+        is_merged = self._merges is not None and parameter in self._merges
+        return None if weight is None or is_merged or not weight.has_rows else weight
+
+    def _value(self, name: str) -> Tensor:
+        merged = self._merged(name)
+        return self._read(self._parameters[name]) if merged is None else merged
+
+    def _to_merge(self, parameter: nn.Parameter) -> Tensor:
+        return self._read(parameter).clone()
 
     def _read(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight, which may be a view of the file."""

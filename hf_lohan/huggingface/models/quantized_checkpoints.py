@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_lohan.model.packed_weights import is_transposed
+from hf_lohan.config import ResolvedConfig
+from hf_lohan.model import dtype_name
+from hf_lohan.model.packed_weights import is_named, is_transposed, linear_routers
+from hf_lohan.planner import Quantization
 from hf_lohan.quantize.encoded_weights import (
     EncodedWeight,
     UnreadTensor,
@@ -25,12 +29,13 @@ from hf_lohan.quantize.encoded_weights import (
     decode_int4,
     decode_int8,
     decode_numbers,
-    decode_scales,
-    whole_pieces,
 )
 
+logger = logging.getLogger(__name__)
+
+FUSED_EXPERTS = "experts"
+"""The end of the names of fused experts, which bitsandbytes does not quantize."""
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_CHECKED_AT_ONCE_NUMEL = 1 << 22
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _OF_ACTIVATIONS = re.compile(r"(.+)([._])(activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -40,76 +45,11 @@ Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
 """By name, a weight and the names of the tensors that encode it."""
 
 
-@dataclass(frozen=True)
-class QuantizedCheckpoint:
-    """How the weights of a checkpoint are decoded."""
-
-    path: Path
-    model_config: Any
-    """The config of the dequantized model, without `quantization_config`."""
-    method: str
-    find: Callable[[Tensors], Encoded]
-    """Finds the weights that tensors encode. Nothing is read."""
-
-    def of_model(self, model: nn.Module) -> QuantizedCheckpoint:
-        """This checkpoint for a model, real or on meta. bitsandbytes packs the matrices of `Conv1D` transposed, and the
-        files do not say which they are."""
-        if self.method != "int8":
-            return self
-        names = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
-        return replace(self, find=partial(_find_int8, names)) if names else self
-
-    def opened(self) -> contextlib.AbstractContextManager[Tensors]:
-        """The tensors of the checkpoint's files, which are not read."""
-        return opened_tensors(self.path)
-
-    def replace_encoded(self, tensors: Tensors) -> dict[str, UnreadTensor]:
-        """The checkpoint's tensors, with decoded weights in place of codes and scales. Nothing is read."""
-        encoded = self.find(tensors)
-        used = {name for _, names in encoded.values() for name in names}
-        plain = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in used and not _is_of_activations(name, encoded)
-        }
-        return plain | {name: weight for name, (weight, _) in encoded.items()}
-
-    def check(self) -> None:
-        """Raises ValueError if a weight's scales are missing, cut short or not finite. Reads scales alone."""
-        with self.opened() as tensors:
-            for name, (weight, names) in self.find(tensors).items():
-                for index in whole_pieces(weight.scales, _CHECKED_AT_ONCE_NUMEL):
-                    if not decode_scales(weight.scales[index]).isfinite().all():
-                        scales = names[1]
-                        raise ValueError(
-                            f"{scales} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
-                            "decoded; download the checkpoint again"
-                        )
-
-    def check_loaded(self, model: Any, unused: Collection[str]) -> None:
-        """Raises ValueError if the base of a loaded ``model`` lacks weights, and tensors of the checkpoint are
-        ``unused``: the checkpoint's names are then those of another class, as quantized experts may be."""
-        base = f"{getattr(model, 'base_model_prefix', '')}."
-        missing = [name for name, p in model.named_parameters() if p.device.type != "meta" and name.startswith(base)]
-        if missing and unused:
-            raise ValueError(
-                f"{str(self.path)!r} is quantized and has no {missing[0]} of {type(model).__name__}, but has "
-                f"{min(unused)}, which the model does not know; use the model's original in bfloat16"
-            )
-
-
-def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckpoint | None:
-    """How the checkpoint in a folder is dequantized; None if it is not quantized. Raises ValueError for a format that
-    cannot be dequantized, and for scales that are missing, cut short or not finite, before a weight is read."""
-    settings = quantization_of(model_config)
-    if settings is None:
-        return None
+def finder(path: str | Path, settings: Mapping[str, Any]) -> Callable[..., Encoded]:
+    """Return the function that finds the weights that tensors encode, by a `quantization_config`. Nothing is read. For
+    int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
     refuse_other_methods(path, settings)
-    method = method_of(settings)
-    find = _FINDERS[method]
-    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), method, partial(find, settings))
-    checkpoint.check()
-    return checkpoint
+    return partial(_FINDERS[method_of(settings)], settings)
 
 
 def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
@@ -119,15 +59,6 @@ def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
             f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
-        )
-
-
-def check_dequantizes(quantization_config: Any) -> None:
-    """Raises ValueError if the `quantization_config=` of a call asks for quantized weights of such a checkpoint."""
-    if quantization_config is not None and not getattr(quantization_config, "dequantize", False):
-        raise ValueError(
-            f"the checkpoint is quantized already, and is decoded as it was published; leave out "
-            f"quantization_config={type(quantization_config).__name__}(...), or set its dequantize=True"
         )
 
 
@@ -235,7 +166,7 @@ def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
     return shape
 
 
-def _is_of_activations(name: str, encoded: Collection[str]) -> bool:
+def is_of_activations(name: str, encoded: Collection[str]) -> bool:
     """Whether a tensor has the scales of the inputs or outputs of an encoded weight, which decoding does not need.
     Parameters of a model may have such a name, too."""
     match = _OF_ACTIVATIONS.fullmatch(name)
@@ -425,9 +356,15 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # int8 of bitsandbytes: codes that are 127ths of their row's scale.
 
 
-def _find_int8(transposed: Collection[str], tensors: Tensors) -> Encoded:
-    """``transposed``: names of weights that the model has transposed. The checkpoint's names may have another
-    beginning, as those of a causal LM have for its base model."""
+def transposed_weights(model: nn.Module) -> Collection[str]:
+    """The names of weights that a model, real or on meta, has transposed. bitsandbytes packs the matrices of `Conv1D`
+    so, and the files do not say which they are."""
+    return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
+
+
+def _find_int8(_settings: Mapping[str, Any], tensors: Tensors, transposed: Collection[str] = ()) -> Encoded:
+    """The checkpoint's names may have another beginning than those of ``transposed``, as those of a causal LM have for
+    its base model."""
     encoded: Encoded = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -472,10 +409,86 @@ class _AsColumn:
         return self.scales[index].reshape(-1, 1)
 
 
-_FINDERS: Mapping[str, Callable[[Mapping[str, Any], Tensors], Encoded]] = {
+_FINDERS: Mapping[str, Callable[..., Encoded]] = {
     "fp8": _find_fp8,
     "mxfp8": _find_fp8,
     "mxfp4": _find_mxfp4,
     "compressed-tensors": _find_compressed,
-    "int8": lambda _settings, tensors: _find_int8((), tensors),
+    "int8": _find_int8,
 }
+
+
+# `BitsAndBytesConfig` as an argument: weights that are packed while they are stored.
+
+
+def quantized_as_asked(config: ResolvedConfig, asked: Any, compute_dtype: torch.dtype) -> ResolvedConfig:
+    """The settings with `quantize` as a ``quantization_config`` asks. Modules that either of them skips are skipped.
+
+    ``compute_dtype``: the dtype in which the model computes. Raises ValueError for a field that cannot be honoured, and
+    if the settings ask for another form.
+    """
+    quantization = _quantization_of(asked, compute_dtype)
+    said = config.quantize
+    if said.method != "auto" and replace(said, skip=()) != replace(quantization, skip=()):
+        raise ValueError(
+            f"quantization_config asks for {replace(quantization, skip=()).to_setting()}, and the offload settings for "
+            f"quantize: {said.to_setting()}; give only one of them"
+        )
+    if said.method == "auto":
+        return replace(config, quantize=quantization)
+    skip = tuple(dict.fromkeys((*said.skip, *quantization.skip)))
+    return replace(config, quantize=replace(said, skip=skip))
+
+
+def name_unpacked(model: nn.Module, quantization: Quantization) -> None:
+    """Log which modules bitsandbytes would pack, and `quantization`, which a `BitsAndBytesConfig` asked for, does
+    not."""
+    names = [name for name in linear_routers(model) if not is_named(name, quantization.skip)]
+    if names:
+        logger.warning(
+            "quantization_config: bitsandbytes packs %s and %d more, and hf_lohan packs no module that chooses "
+            "experts, so the numbers differ; name it in llm_int8_skip_modules for the numbers of bitsandbytes",
+            names[0],
+            len(names) - 1,
+        )
+
+
+def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(asked, Mapping):
+        method = asked.get("quant_method", "bitsandbytes")
+        asked = BitsAndBytesConfig.from_dict(dict(asked)) if method == "bitsandbytes" else asked
+    if not isinstance(asked, BitsAndBytesConfig):
+        raise ValueError(
+            f"quantization_config={type(asked).__name__} is not honoured under offload; give a BitsAndBytesConfig with "
+            "load_in_4bit=True, or set quantize in the offload settings"
+        )
+    if not asked.load_in_4bit:
+        field = f"load_in_8bit={asked.load_in_8bit}"
+        raise ValueError(
+            f"quantization_config: {field} is not honoured under offload; set load_in_4bit=True, or set quantize: int8 "
+            "in the offload settings, which computes with decoded weights"
+        )
+    if asked.llm_int8_enable_fp32_cpu_offload:
+        raise ValueError(
+            "quantization_config: llm_int8_enable_fp32_cpu_offload=True places weights on the CPU, where hf_lohan has "
+            "them already; leave it out"
+        )
+    check_compute_dtype("quantization_config", asked.bnb_4bit_compute_dtype, compute_dtype)
+    skip = tuple(asked.llm_int8_skip_modules or ())
+    return Quantization(
+        method=asked.bnb_4bit_quant_type,
+        double=asked.bnb_4bit_use_double_quant,
+        skip=tuple(dict.fromkeys((*skip, FUSED_EXPERTS))),
+    )
+
+
+def check_compute_dtype(config_name: str, asked: Any, compute_dtype: torch.dtype) -> None:
+    """Raise ValueError if the configuration's bnb_4bit_compute_dtype, ``asked``, is not honoured."""
+    # float32 is bitsandbytes' default, and stands for the dtype of the inputs.
+    if str(asked or "float32").removeprefix("torch.") not in ("float32", dtype_name(compute_dtype)):
+        raise ValueError(
+            f"{config_name}: bnb_4bit_compute_dtype={asked} differs from the dtype of the model, {compute_dtype}, in "
+            "which decoded weights compute; give both the same dtype"
+        )

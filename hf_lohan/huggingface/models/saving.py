@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ _REFUSED = {
     ),
 }
 """Arguments of `save_pretrained` that are not supported, and what to do instead."""
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
@@ -88,25 +93,52 @@ class StoredModel:
         return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
 
 
-class SavedWeights(Protocol):
-    """A model's weights by their names in its state dict, which are read one by one."""
+class SavedWeights(Mapping[str, Tensor]):
+    """A model's weights by their names in its state dict, with adapters merged into them. Each access reads one."""
 
-    def __contains__(self, name: object) -> bool: ...
+    def __init__(self, parameters: Mapping[str, nn.Parameter], merges: PendingMerges | None) -> None:
+        self._parameters = parameters
+        self._merges = merges
+        self._last_merged: dict[nn.Parameter, Tensor] = {}
 
-    def __iter__(self) -> Iterator[str]: ...
+    @abstractmethod
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a weight is saved."""
 
-    def __getitem__(self, name: str) -> Tensor: ...
+    @abstractmethod
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Iterate over the pieces of a flattened weight. Each piece is valid until the next one."""
 
-    def dtype_of(self, name: str) -> torch.dtype: ...
+    @abstractmethod
+    def rows(self, name: str, row: int | None) -> Tensor:
+        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
 
-    def pieces(self, name: str) -> Iterator[Tensor]: ...
+    @abstractmethod
+    def _to_merge(self, parameter: nn.Parameter) -> Tensor:
+        """Return a weight in memory of its own."""
 
-    def rows(self, name: str, row: int | None) -> Tensor: ...
+    def _merged(self, name: str) -> Tensor | None:
+        """Return a weight with adapters merged into it; None if there are none to merge. The last ones are kept."""
+        parameter = self._parameters[name]
+        if self._merges is None or parameter not in self._merges:
+            return None
+        if parameter not in self._last_merged:
+            self._last_merged.clear()  # frees their memory first
+            self._last_merged = self._merges.merged(parameter, self._to_merge)
+        return self._last_merged[parameter]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
-class StoredWeights(Mapping[str, Tensor]):
-    """A model's weights by their names in its state dict, including aliases of tied weights. Each access reads the
-    store."""
+class StoredWeights(SavedWeights):
+    """The weights in a store, including aliases of tied weights."""
 
     def __init__(self, stored_model: StoredModel, parameters: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
         """`parameters`: the weights and their names; default is the model's."""
@@ -114,13 +146,11 @@ class StoredWeights(Mapping[str, Tensor]):
         if parameters is None:
             parameters = stored_model.model.named_parameters(remove_duplicate=False)
         self._name_of = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
-        self._stored_name: dict[str, str] = {
-            name: self._name_of[parameter] for name, parameter in parameters if parameter in self._name_of
-        }
-        self._last_merged: dict[nn.Parameter, Tensor] = {}
+        stored = {name: parameter for name, parameter in parameters if parameter in self._name_of}
+        super().__init__(stored, stored_model.merges)
+        self._stored_name = {name: self._name_of[parameter] for name, parameter in stored.items()}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which a weight is saved."""
         block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
         return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
 
@@ -137,7 +167,6 @@ class StoredWeights(Mapping[str, Tensor]):
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """Iterate over the pieces of a flattened weight. Each piece is valid until the next one."""
         stored_name = self._stored_name[name]
         if self._merged(name) is not None:
             yield self[name].view(-1)
@@ -160,7 +189,6 @@ class StoredWeights(Mapping[str, Tensor]):
         return elements if dtype is None else elements.to(dtype)
 
     def rows(self, name: str, row: int | None) -> Tensor:
-        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
         if (merged := self._merged(name)) is not None:
@@ -170,30 +198,17 @@ class StoredWeights(Mapping[str, Tensor]):
         shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
         return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
+    def _to_merge(self, parameter: nn.Parameter) -> Tensor:
+        return self._stored_model.reads.read_parameter(self._name_of[parameter])
+
     def _merged(self, name: str) -> Tensor | None:
-        """Return a weight with adapters merged into it; None if there are none to merge. The last ones are kept."""
-        stored_name, merges, reads = self._stored_name[name], self._stored_model.merges, self._stored_model.reads
-        parameter = reads.parts[stored_name][0][1].parameter
-        if merges is None or parameter not in merges:
-            return None
-        if parameter not in self._last_merged:
-            self._last_merged.clear()  # frees their memory first
-            self._last_merged = merges.merged(parameter, lambda other: reads.read_parameter(self._name_of[other]))
-        return self._last_merged[parameter].to("cpu", self.dtype_of(name)).contiguous()
+        merged = super()._merged(name)
+        return None if merged is None else merged.to("cpu", self.dtype_of(name)).contiguous()
 
     def aliases(self) -> set[str]:
         """Return all names of tied weights except each weight's first name."""
         first = {stored: name for name, stored in reversed(self._stored_name.items())}
         return {name for name, stored in self._stored_name.items() if first[stored] != name}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored_name  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored_name)
-
-    def __len__(self) -> int:
-        return len(self._stored_name)
 
 
 def saving_to(path: str | Path) -> AbstractContextManager[None]:
@@ -358,7 +373,6 @@ class _FilePieces:
         return self._last[2]
 
     def _value(self, form: Tensor, row: int | None) -> Tensor:
-        """Return the values of a tensor or of one row."""
         if form.device.type != "meta":
             return form if row is None else form[row : row + 1]
         return self._weights.rows(self._names[id(form)], row)

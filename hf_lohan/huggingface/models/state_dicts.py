@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,6 +22,7 @@ from hf_lohan.huggingface.models.saving import (
     save_together,
     saved_state_dict,
 )
+from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.model import is_peft_model
 
@@ -134,17 +135,7 @@ def save_diffusers_from_store(
     )
 
 
-class StoresWeights(Protocol):
-    """Interface of `loading.WeightSink`."""
-
-    most_bytes: int
-
-    def store_weight(self, name: str, weight: Tensor) -> bool: ...
-
-    def store_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool: ...
-
-
-def stream_state_dict(path: str | Path, sink: StoresWeights) -> dict[str, Tensor]:
+def stream_state_dict(path: str | Path, sink: WeightSink) -> dict[str, Tensor]:
     """Pass the weights of a file, or of a folder's files, to ``sink``, and large weights a few rows at a time. Returns
     the tensors that are not in the store. Raises ValueError if no file exists."""
     rest: dict[str, Tensor] = {}
@@ -158,7 +149,7 @@ def stream_state_dict(path: str | Path, sink: StoresWeights) -> dict[str, Tensor
     return rest
 
 
-def _store_in_rows(opened: Any, name: str, sink: StoresWeights) -> bool:
+def _store_in_rows(opened: Any, name: str, sink: WeightSink) -> bool:
     """Store a large weight a few rows at a time. Returns False if the weight is not large or not in the store."""
     rows = opened.get_slice(name)
     shape = torch.Size(rows.get_shape())

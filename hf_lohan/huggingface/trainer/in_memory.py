@@ -17,11 +17,10 @@ from hf_lohan.compat.trl_private import is_supervised
 from hf_lohan.config import FITS_OR_NOT, ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
-from hf_lohan.huggingface.models.adapters import adapted_skeleton
+from hf_lohan.huggingface.models.adapters import adding_adapters
 from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.loading import load_dtype
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
-from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
+from hf_lohan.huggingface.models.recipe import load_dtype, model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -115,7 +114,7 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         skeleton = weightless_model(config, dtype, model_class=model_class, code=checkpoint.code)
     if peft_config is not None:
         with torch.device("meta"):
-            skeleton = adapted_skeleton(skeleton, peft_config)[0]
+            skeleton = adding_adapters(peft_config)(skeleton)
     assert isinstance(skeleton, nn.Module)
     return skeleton
 

@@ -244,7 +244,7 @@ class RankTrainerMixin(_TrainerBase):
         """Ranks that share each row of a training batch."""
         engine = self.offload_engine
         config = self._offload_config if engine is None else engine.config
-        return 1 if config is None else config.sequence_ranks
+        return 1 if config is None else config.ranks.per_row
 
     def get_train_dataloader(self) -> Any:
         """Same as upstream, but ranks that share rows get the same batches."""

@@ -310,5 +310,4 @@ def _check_file(name: str, content: bytes, step: int) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert tensors and numpy numbers, which callbacks may log, to JSON."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -37,15 +37,7 @@ from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.arguments import NOT_GIVEN, choose_offload, take_launched_precision
-from hf_lohan.huggingface.attachment import (
-    answering_out_of_memory,
-    chunked_head_at,
-    engine_of,
-    offload_model,
-    recompute_without_reentry,
-    run_plan_of,
-    settings_given,
-)
+from hf_lohan.huggingface.attachment import from_pretrained, offload_model
 from hf_lohan.huggingface.equal_runs import check_equal_arguments
 from hf_lohan.huggingface.guards import (
     check_arguments,
@@ -60,7 +52,16 @@ from hf_lohan.huggingface.guards import (
     ids_within_vocabulary,
     why_trainer_runs_in_turn,
 )
-from hf_lohan.huggingface.models.loading import from_pretrained, has_weights, reload_weights, take_torch_dtype
+from hf_lohan.huggingface.local_run import settings_given
+from hf_lohan.huggingface.models.recipe import take_torch_dtype
+from hf_lohan.huggingface.models.reloading import has_weights, reload_weights
+from hf_lohan.huggingface.offloaded_model import (
+    answering_out_of_memory,
+    attached_to,
+    engine_of,
+    recompute_without_reentry,
+    run_plan_of,
+)
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import check_sequence_ranks, random_state_suffix, ranks_here
@@ -137,7 +138,7 @@ class ChunkedSmoothingMixin(_TrainerBase):
 
     def _smoothing_head(self, inputs: dict[str, Any]) -> ChunkedHead | None:
         """Return the head that smooths in chunks; None for small logits, evaluation, and a custom loss or smoother."""
-        head = chunked_head_at(self.model)
+        head = attached_to(self.model).chunked_head
         is_upstreams = type(self.label_smoother) is ChunkedSmoother and self.compute_loss_func is None
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
@@ -306,7 +307,7 @@ class OffloadTrainerMixin(
         is_launched_in_bf16 = take_launched_precision(args)
         check_arguments(args)
         check_model(model)
-        check_sequence_ranks(self._offload_config.sequence_ranks, ranks_here())
+        check_sequence_ranks(self._offload_config.ranks.per_row, ranks_here())
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
         optimizers = settings.get("optimizers") or (None, None)
         check_optimizers(model, optimizers, self.optimizer_cls_and_kwargs, self._offload_config)

@@ -32,11 +32,11 @@ from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import NOT_GIVEN
-from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.attachment import from_pretrained, offload_model
 from hf_lohan.huggingface.guards import check_trl
 from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
-from hf_lohan.huggingface.models.loading import from_pretrained
-from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.models.recipe import model_class_of
+from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planner import BudgetError
 from hf_lohan.planning.layout import resolved_here
@@ -273,7 +273,6 @@ def _check_processor(path: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _skeleton(loading: Mapping[str, Any]) -> Any:
-    """Return the model without weights."""
     with torch.device("meta"):
         code = {name: value for name, value in loading.items() if name in CODE_ARGUMENTS and value}
         skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32, code)

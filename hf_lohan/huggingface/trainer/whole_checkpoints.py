@@ -90,7 +90,6 @@ class CompleteCheckpointsMixin(_TrainerBase):
             )
 
     def _save_unless_saved(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint of this step, unless it has one."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if os.path.basename(self.last_whole_checkpoint or "") != name:
             self._save_checkpoint(model, trial)

@@ -340,7 +340,7 @@ class Watch:
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
         text = (
             f"{self.name_of(rank)} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for "
-            f"{what}; find out what it does (py-spy dump), or raise net_timeout"
+            f"{what}; find out what it does (py-spy dump), or raise ranks.timeout"
         )
         self._settle(rank, text)
         assert self._failure.failure is not None

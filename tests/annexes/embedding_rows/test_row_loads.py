@@ -33,7 +33,7 @@ def loads_rows(engine: OffloadEngine) -> bool:
 def test_equals_stock(make_twins: TwinsFactory, way: str, records: str) -> None:
     twins = make_twins(
         embedding="rows",
-        resident_records=records,
+        _resident_records=records,
         hold_gradients=way != "active",
         device=AsyncDevice(3) if way == "late copies" else None,
     )
@@ -116,7 +116,7 @@ def test_only_granules_with_needed_rows_are_read(build_engine: EngineFactory, mo
     model = tiny_model("llama", vocab_size=4096)
     table = model.get_input_embeddings().weight.detach().clone()
     engine = build_engine(
-        model, embedding="rows", resident_records="none", cpu_memory="8MiB", gpu_memory="4MiB", hold_gradients=False
+        model, embedding="rows", _resident_records="none", cpu_memory="8MiB", gpu_memory="4MiB", hold_gradients=False
     )
     block = engine.layout.model_blocks.table
     assert block is not None

@@ -34,7 +34,7 @@ from hf_lohan.annexes.resharding.reshard import checksums_of, reshard
 from hf_lohan.annexes.resharding.reshard_together import reshard_together
 from hf_lohan.checkpoint.generations import stores_of
 from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError
-from hf_lohan.huggingface import attachment
+from hf_lohan.huggingface import local_run
 from hf_lohan.huggingface.trainer import rank_trainer
 from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
 from hf_lohan.ranks import Links, RankFailedError, RankLane, bytes_of
@@ -285,7 +285,7 @@ def test_stores_that_another_process_reshards_meanwhile_are_not_continued(
         return called
 
     with monkeypatch.context() as patch, pytest.raises(ForeignStoreError, match="resharded by another process while"):
-        patch.setattr(attachment, "open_tiers", meanwhile(attachment, "open_tiers"))
+        patch.setattr(local_run, "open_tiers", meanwhile(local_run, "open_tiers"))
         train(tmp_path / "run", 4, resume="last_step")
     for folder in store.glob("rank-*"):
         shutil.rmtree(folder)

@@ -42,7 +42,7 @@ def test_lifetimes_of_a_plan_in_chunks_say_that_they_are_of_whole_layers(tiny: s
     sizes, sentence = {"batch_size": 1, "seq_len": 64}, "The table is of whole layers"
     for setting in ("false", "16"):
         settings = tmp_path / f"{setting}.yaml"
-        settings.write_text(f"chunked_layers: {setting}\n")
+        settings.write_text(f"chunks.layers: {setting}\n")
         options = ("--hardware", DESKTOP, "--offload", settings, "--lifetimes")
         assert (sentence in plan(tiny, *options, **sizes).stdout) is (setting == "16")
         assert planned(tiny, *options, **sizes)["lifetimes"]["layers"] == "whole"

@@ -51,7 +51,7 @@ def test_the_norm_grows_with_each_summed_backward(cpu_memory: str, make_twins: A
 @pytest.mark.parametrize("max_norm", [1.0, 0.5, 0.05])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_gradients_are_clipped_by_their_norm(clip: str, max_norm: float, make_twins: Any) -> None:
-    twins = make_twins(clip=clip)
+    twins = make_twins(_clip=clip)
     twins.train(4, max_norm=max_norm)
     twins.assert_equal()
 

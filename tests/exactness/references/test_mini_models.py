@@ -250,7 +250,7 @@ def test_a_mini_model_trains_as_with_the_stock_trainer(name: str, tmp_path: Path
     rows = text_rows()
     args = arguments(tmp_path / "stock", **settings)
     stock = finish(transformers.Trainer(mini_model(name), args, train_dataset=rows))
-    budgets = {"gpu_memory": "16MiB", "cpu_memory": "64MiB", "chunked_loss": False}
+    budgets = {"gpu_memory": "16MiB", "cpu_memory": "64MiB", "chunks.loss": False}
     ours = hf_lohan.Trainer(
         mini_model(name), arguments(tmp_path / "ours", **settings), train_dataset=rows, offload=budgets
     )

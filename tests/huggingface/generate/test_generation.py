@@ -25,7 +25,8 @@ from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
-from hf_lohan.huggingface.models.weightless_model import weightless_model
+from hf_lohan.huggingface.models import recipe
+from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import bytes_per_token, lay_out
@@ -105,7 +106,7 @@ def test_tokens_and_logits_equal_those_in_memory(
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     for ways in ((GREEDY, BEAMS), (SAMPLED,)):  # the second load uses the store and not the checkpoint
-        model = load(checkpoint, settings={"resident_records": "none"})
+        model = load(checkpoint, settings={"_resident_records": "none"})
         engine = engine_of(model)
         assert len(engine.layout.kept_layers) == 1 and bytes_per_token(engine.layout) > 0
         for settings in ways:
@@ -119,7 +120,7 @@ def test_tokens_and_logits_equal_those_in_memory(
 def test_rows_of_embeddings_generate_the_same(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
     checkpoint = checkpoint_of("llama")
     expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
-    engine = engine_of(model := load(checkpoint, settings={"embedding": "rows", "resident_records": "none"}))
+    engine = engine_of(model := load(checkpoint, settings={"embedding": "rows", "_resident_records": "none"}))
     assert torch.equal(generated(model, GREEDY).sequences, expected)
     assert engine.embedding_rows is not None
     of_prompt, of_token = 10, 2
@@ -130,14 +131,14 @@ def test_the_store_is_used_again_if_the_checkpoint_is_unchanged(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_of("llama")
-    streamed: list[Path] = []
-    stream = generation.stream_model
+    streamed: list[ModelRecipe] = []
+    stream = ModelRecipe.stream
 
-    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
-        streamed.append(path)
-        return stream(path, *args, **kwargs)
+    def noted(of_checkpoint: ModelRecipe, *args: Any, **kwargs: Any) -> Any:
+        streamed.append(of_checkpoint)
+        return stream(of_checkpoint, *args, **kwargs)
 
-    monkeypatch.setattr(generation, "stream_model", noted)
+    monkeypatch.setattr(ModelRecipe, "stream", noted)
     first = load(checkpoint)
     records = (tmp_path / "store").glob("*.bin")
     param_bytes = sum(block.param_bytes for block in engine_of(first).layout.blocks)
@@ -164,7 +165,7 @@ def test_an_interrupted_load_is_repeated(
     expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
     for _ in range(2):  # without a store, and with a store of changed files
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(recipe, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 load(checkpoint)
         model = load(checkpoint)
@@ -196,7 +197,7 @@ def test_a_token_reads_only_layers_that_do_not_stay(
 ) -> None:
     layer_kib = 40
     gpu_memory = f"{330 + (kept - 1) * layer_kib}KiB"
-    model = load(checkpoint_of("llama"), settings={"resident_records": "none", "gpu_memory": gpu_memory})
+    model = load(checkpoint_of("llama"), settings={"_resident_records": "none", "gpu_memory": gpu_memory})
     engine = engine_of(model)
     num_streamed = 0 if kept >= NUM_LAYERS - 3 else NUM_LAYERS - kept
     assert bytes_per_token(engine.layout) == num_streamed * layer_kib * 1024
@@ -301,7 +302,7 @@ def test_streamed_experts_give_the_same_tokens(
     monkeypatch.setattr(Trust, "is_in_router", believes_routers)
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = load(checkpoint, settings={"resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
+    model = load(checkpoint, settings={"_resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
     engine = engine_of(model)
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
     assert engine.layout.plan.num_slots[SizeClass.EXPERT] < num_experts == 4 * NUM_LAYERS
@@ -335,7 +336,7 @@ def test_experts_in_ram_are_not_read(
 ) -> None:
     checkpoint = checkpoint_of("mixtral")
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "expert_cache": policy}
+    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "experts.cache": policy}
     model = load(checkpoint, settings=settings)
     engine = engine_of(model)
     layout, experts = engine.layout, [b for b in engine.layout.blocks if b.size_class is SizeClass.EXPERT]

@@ -88,7 +88,7 @@ def train(folder: Path, what: str, family: str) -> None:
 def train_until(folder: Path, last_step: int, family: str) -> None:
     """Train one part of a run from the last step of the previous part."""
     args = arguments(folder / "cut", 1, family)
-    of_experts = {"experts": "streamed", "lazy_experts": False} if family == EXPERTS else {}
+    of_experts = {"experts": "streamed", "experts.lazy": False} if family == EXPERTS else {}
     trainer = hf_lohan.Trainer(
         model_of(family),
         args,

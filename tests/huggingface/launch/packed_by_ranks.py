@@ -61,7 +61,7 @@ def train(folder: Path, what: str, kind: str) -> None:
         disable_tqdm=True,
         seed=3,
     )
-    offload: dict[str, Any] = {**OFFLOAD, "quantize": "nf4" if kind == NF4 else "auto", "resident_records": "none"}
+    offload: dict[str, Any] = {**OFFLOAD, "quantize": "nf4" if kind == NF4 else "auto", "_resident_records": "none"}
     torch.manual_seed(1)
     model = hf_lohan.from_pretrained(
         folder / "bases" / ("other" if what == "other" else kind),

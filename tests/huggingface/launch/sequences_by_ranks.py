@@ -26,7 +26,7 @@ OFFLOAD = {
     "cpu_memory": "64MiB",
     "gpu_memory": "16MiB",
     "cpu_threads": 1,
-    "io_threads": 1,
+    "_io_threads": 1,
     "durability": "step",
     "commit_every": 1,
 }
@@ -118,9 +118,9 @@ def main(folder: Path, cases: list[str]) -> None:
         if NUM_RANKS == 1:
             trainer: Any = transformers.Trainer(model, args, **data)
         else:
-            offload = {**OFFLOAD, "sequence_ranks": NUM_RANKS}
+            offload = {**OFFLOAD, "ranks.per_row": NUM_RANKS}
             if case == "chunked":
-                offload["chunked_layers"] = 50
+                offload["chunks.layers"] = 50
             trainer = hf_lohan.Trainer(model, args, **data, offload=offload)
             if case == "killed":
                 trainer.add_callback(Killed(model))

@@ -51,7 +51,7 @@ args = TrainingArguments(
 trainer = hf_lohan.Trainer(
     path or model, args, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}), callbacks=[Kill()],
     offload={
-        "cpu_memory": "32MiB", "gpu_memory": "8MiB", "experts": "streamed", "lazy_experts": False, "commit_every": 1
+        "cpu_memory": "32MiB", "gpu_memory": "8MiB", "experts": "streamed", "experts.lazy": False, "commit_every": 1
     },
 )
 for module in trainer.model.modules():

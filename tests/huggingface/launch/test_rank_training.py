@@ -284,7 +284,7 @@ arguments = TrainingArguments(
     report_to=[],
     use_cpu=True,
 )
-offload = {"gpu_memory": "420KiB", "cpu_memory": "64MiB", "net_timeout": 60}
+offload = {"gpu_memory": "420KiB", "cpu_memory": "64MiB", "ranks.timeout": 60}
 Trainer(model, arguments, train_dataset=rows, callbacks=[Say()], offload=offload).train()
 for rank, tokens in said.items():
     with open(f"{FOLDER}/said-{rank}.json", "w") as file:

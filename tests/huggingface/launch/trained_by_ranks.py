@@ -27,7 +27,7 @@ ON_CUDA = os.environ.get("LOHAN_TEST_DEVICE") == "cuda"
 """Each rank has a GPU. Gradients are sent by our sockets, and Trainer's own messages by gloo."""
 NUM_RANKS = 2
 NUM_STEPS = 6
-OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1, "commit_every": 1}
+OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "_io_threads": 1, "commit_every": 1}
 
 
 _FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "asked", "last_step": "asked"} | {

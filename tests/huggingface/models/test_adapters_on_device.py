@@ -51,7 +51,7 @@ def trainer_of(kind: type, folder: Path, dtype: torch.dtype, *callbacks: Trainer
         "disable_tqdm": True,
     }
     rows = tiny_rows(4 * MAX_STEPS)
-    ours = {"offload": {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "resident_records": "none", **offload}}
+    ours = {"offload": {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "_resident_records": "none", **offload}}
     return kind(
         adapted(dtype),
         TrainingArguments(str(folder), **{**defaults, **settings}),
@@ -109,7 +109,7 @@ class Interrupts(TrainerCallback):
     "settings",
     [
         {},
-        {"offload": {"clip": "speculate"}},
+        {"offload": {"_clip": "speculate"}},
         {"offload": {"vertical_micro_batches": True}},
         {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
     ],
@@ -176,7 +176,7 @@ def test_a_step_writes_only_adapters_and_reads_a_layer_twice(
         moved["write", block, kind] += source.nbytes
         return real_write(store, block, kind, start, source, **options)
 
-    settings = {"gradient_accumulation_steps": 1, "offload": {"clip": "defer"}}  # no update is redone
+    settings = {"gradient_accumulation_steps": 1, "offload": {"_clip": "defer"}}  # no update is redone
     ours = trainer_of(hf_lohan.Trainer, tmp_path, dtype, **settings)
     monkeypatch.setattr(Store, "read", read)
     monkeypatch.setattr(Store, "write", write)

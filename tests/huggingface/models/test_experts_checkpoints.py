@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from hf_lohan.compat.transformers_conversions import SavingConversion
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import engine_of
-from hf_lohan.huggingface.models import loading
-from hf_lohan.huggingface.models.loading import WeightSink, reload_weights
+from hf_lohan.huggingface.models import weight_sink
+from hf_lohan.huggingface.models.reloading import reload_weights
+from hf_lohan.huggingface.models.weight_sink import WeightSink
 
 Load = Callable[..., Any]
 Offload = Callable[..., OffloadEngine]
@@ -28,7 +29,7 @@ Offload = Callable[..., OffloadEngine]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy a few experts at a time, so that tiny weights count as large."""
-    monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 8 * HIDDEN * INNER * 2)
+    monkeypatch.setattr(weight_sink, "_MOST_ROWS_BYTES", 8 * HIDDEN * INNER * 2)
 
 
 @pytest.fixture

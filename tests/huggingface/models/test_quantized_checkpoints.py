@@ -12,14 +12,7 @@ import torch
 import transformers
 from equal_tensors import tensors_in
 from packaging.version import Version
-from quantized_folders import (
-    KINDS,
-    compressed_folder,
-    dequantized,
-    fp8_folder,
-    write_files,
-    write_quantized,
-)
+from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder, write_files, write_quantized
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,8 +22,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import hf_lohan
 from hf_lohan.huggingface import engine_of
-from hf_lohan.huggingface.models import loading
-from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
+from hf_lohan.huggingface.models import recipe, weight_sink
+from hf_lohan.huggingface.models.checkpoint_form import read_form
 from hf_lohan.quantize import encoded_weights
 from hf_lohan.quantize.encoded_weights import EncodedWeight, decode_fp4, decode_numbers
 from hf_lohan.testing.models import tiny_model
@@ -108,15 +101,15 @@ def test_no_tensor_is_larger_than_an_expert(
     kind: str, load_streamed: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
-    monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 1 << 14)
+    monkeypatch.setattr(weight_sink, "_MOST_ROWS_BYTES", 1 << 14)
     monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 1 << 10)
-    stream, tracer = loading.stream_model, LargestTensor()
+    stream, tracer = recipe.ModelRecipe.stream, LargestTensor()
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         with tracer:
             return stream(*args, **kwargs)
 
-    monkeypatch.setattr(loading, "stream_model", traced)
+    monkeypatch.setattr(recipe.ModelRecipe, "stream", traced)
     shapes = [parameter.shape for parameter in load_streamed(path, settings=SMALL).parameters()]
     one_expert = max(shape[1:].numel() for shape in shapes if len(shape) == 3) * 4
     assert one_expert <= tracer.largest < 1.5 * one_expert
@@ -232,14 +225,13 @@ def test_quantization_config_may_ask_for_dequantization(dequantize: bool, load_s
 def test_only_scales_of_activations_of_encoded_weights_are_dropped(tmp_path: Path) -> None:
     """Gemma 3n has a parameter `correct_output_scale`."""
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
-    checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
-    assert checkpoint is not None
+    checkpoint = read_form(path, AutoConfig.from_pretrained(path))
     tensors: Any = {name: _Stored(tensor) for name, tensor in tensors_in(path).items()}
     module = "model.layers.0.mlp.up_proj"
     kept = ["model.layers.0.altup.correct_output_scale", "model.norm.input_scale", "model.layers.0.mlp_input_scale"]
     dropped = [f"{module}.input_scale", f"{module}.weight_input_scale"]
     one = _Stored(torch.ones(()))
-    replaced = checkpoint.replace_encoded({**tensors, **dict.fromkeys([*kept, *dropped], one)})
+    replaced = checkpoint.replace_tensors({**tensors, **dict.fromkeys([*kept, *dropped], one)})
     assert replaced.keys() >= {*kept, f"{module}.weight"}
     assert not replaced.keys() & set(dropped)
 
@@ -371,6 +363,5 @@ def test_weights_under_names_that_the_model_does_not_know_are_refused(load_strea
 def test_the_check_reads_only_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     monkeypatch.setattr(EncodedWeight, "decode", None)
-    checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
-    assert checkpoint is not None
+    checkpoint = read_form(path, AutoConfig.from_pretrained(path))
     assert not hasattr(checkpoint.model_config, "quantization_config")

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.models.loading import WeightSink
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import save_shards, stream_state_dict
+from hf_lohan.huggingface.models.weight_sink import WeightSink
 
 BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
 WIDTH = 32

@@ -23,7 +23,7 @@ from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 import hf_lohan
 from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME
 from hf_lohan.files import StorageError
-from hf_lohan.huggingface.models.loading import reload_weights
+from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.huggingface.trainer import whole_checkpoints
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
