@@ -92,12 +92,7 @@ def test_good_facts_give_no_advice() -> None:
         ("links between GPUs", {}, GOOD, "none, because there is one GPU"),
         ("links between GPUs", {"device_type": "cpu"}, GOOD, "none, because there is no GPU"),
         ("links between GPUs", {"gpu_links": LINKS}, GOOD, "NVLink (0-1, 2-3); PCIe peer (0-2); none (1-2)"),
-        (
-            "GPUDirect Storage",
-            {"gpudirect_problem": "the annex gpu_direct is not installed"},
-            GOOD,
-            "the annex gpu_direct is not installed",
-        ),
+        ("GPUDirect Storage", {"gpudirect_problem": "kvikio is not installed"}, GOOD, "kvikio is not installed"),
         ("GPUDirect Storage", {"device_type": "cpu", "gpudirect_problem": "there is no GPU"}, GOOD, "there is no GPU"),
         ("CPU threads", {"cpu_threads": 1}, COULD_BE_BETTER, "cpu_threads to auto"),
         ("CPU threads", {"cpu_threads": 32}, COULD_BE_BETTER, "cpu_threads to 16"),

@@ -1,7 +1,7 @@
 """GPUDirect Storage: reads and writes between files and device memory, past host memory.
 
-`CuFileLibrary` calls NVIDIA's libcufile, and `CuFileBackend` is a `FileBackend` over it. Compatibility mode, in which
-libcufile copies through host memory itself, is forbidden.
+`CuFileLibrary` calls NVIDIA's libcufile, and `KvikioLibrary` is a second door to it. `CuFileBackend` is a `FileBackend`
+over either. Compatibility mode, in which libcufile copies through host memory itself, is forbidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from hf_lohan.files.data_file import DeviceIoError, DeviceSpan, FileBackend
 from hf_lohan.files.directories import SECTOR_BYTES
@@ -117,9 +117,30 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 """The eight functions of libcufile that we call."""
 
 
+class DirectLibrary(Protocol):
+    """Moves bytes between open files and device memory. Raises `DeviceIoError`. Thread-safe."""
+
+    def register_file(self, fd: int) -> Any:
+        """Return a handle for a file that is open with O_DIRECT."""
+
+    def forget_file(self, handle: Any) -> None: ...
+
+    def register_memory(self, address: int, num_bytes: int) -> None:
+        """Pin an allocation for direct transfers. Memory that is not registered is copied once more on the device."""
+
+    def forget_memory(self, address: int) -> None: ...
+
+    def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
+        """Fill ``span`` from ``offset`` in the file. Returns the number of bytes, which may be smaller."""
+
+    def write(self, handle: Any, span: DeviceSpan, offset: int) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class CuFileLibrary:
     """The eight calls of libcufile, which comes with torch's CUDA wheels. The driver is open until `close`. The GIL is
-    free during calls. All methods raise `DeviceIoError`. Thread-safe."""
+    free during calls."""
 
     def __init__(self, functions: Any = None) -> None:
         """``functions``: an object with libcufile's functions, such as a test double. Raises `DeviceIoError` if the
@@ -129,7 +150,6 @@ class CuFileLibrary:
             self._check("cuFileDriverOpen", self._functions.cuFileDriverOpen())
 
     def register_file(self, fd: int) -> int:
-        """Return a handle for a file that is open with O_DIRECT."""
         handle = ctypes.c_void_p()
         description = FileDescription(_OPAQUE_FD, _FileReference(fd=fd), None)
         status = self._functions.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(description))
@@ -140,14 +160,12 @@ class CuFileLibrary:
         self._functions.cuFileHandleDeregister(handle)
 
     def register_memory(self, address: int, num_bytes: int) -> None:
-        """Pin an allocation for direct transfers. Memory that is not registered is copied once more on the device."""
         self._check("cuFileBufRegister", self._functions.cuFileBufRegister(address, num_bytes, 0))
 
     def forget_memory(self, address: int) -> None:
         self._check("cuFileBufDeregister", self._functions.cuFileBufDeregister(address))
 
     def read(self, handle: int, span: DeviceSpan, offset: int) -> int:
-        """Fill ``span`` from ``offset`` in the file. Returns the number of bytes, which may be smaller."""
         return self._moved("cuFileRead", handle, span, offset)
 
     def write(self, handle: int, span: DeviceSpan, offset: int) -> int:
@@ -222,12 +240,84 @@ def _settings_without_compatibility() -> Iterator[None]:
             os.environ.update(before)
 
 
+class KvikioLibrary:
+    """The same transfers through kvikio. It waits for the device's default stream on every call, so `CuFileLibrary` is
+    preferred. It refuses compatibility mode too."""
+
+    def __init__(self, *, allows_host_copies: bool = False) -> None:
+        """``allows_host_copies``: use kvikio's compatibility mode, for tests without a driver."""
+        try:
+            import kvikio
+            import kvikio.defaults
+        except (ImportError, OSError, RuntimeError) as error:
+            raise DeviceIoError(errno.ENOENT, f"kvikio cannot be imported ({error})") from error
+        self._kvikio = kvikio
+        kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON if allows_host_copies else kvikio.CompatMode.OFF)
+
+    def register_file(self, fd: int) -> Any:
+        with _errors_of("kvikio.CuFile"):
+            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+")
+
+    def forget_file(self, handle: Any) -> None:
+        handle.close()
+
+    def register_memory(self, address: int, num_bytes: int) -> None:
+        with _errors_of("kvikio.memory_register"):
+            self._kvikio.memory_register(_CudaArray(address, num_bytes))
+
+    def forget_memory(self, address: int) -> None:
+        with _errors_of("kvikio.memory_deregister"):
+            self._kvikio.memory_deregister(_CudaArray(address, 1))
+
+    def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
+        with _errors_of("kvikio's raw_read"):
+            return int(handle.raw_read(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
+
+    def write(self, handle: Any, span: DeviceSpan, offset: int) -> int:
+        with _errors_of("kvikio's raw_write"):
+            return int(handle.raw_write(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
+
+    def close(self) -> None:
+        """kvikio closes the driver when the process ends."""
+
+
+class _CudaArray:
+    """Device memory as kvikio takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, span: DeviceSpan) -> _CudaArray:
+        return cls(span.base + span.offset, span.nbytes)
+
+
+@contextmanager
+def _errors_of(call: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DeviceIoError(errno.EIO, f"{call} failed ({error})") from error
+
+
+def open_direct_library() -> DirectLibrary:
+    """Open libcufile, or kvikio if libcufile is not found. Raises `DeviceIoError`."""
+    try:
+        return CuFileLibrary()
+    except DeviceIoError as error:
+        if error.errno != errno.ENOENT or importlib.util.find_spec("kvikio") is None:
+            raise
+    return KvikioLibrary()
+
+
 class CuFileBackend(FileBackend):
-    """Moves device memory with libcufile, and host memory with system calls. Spans of device memory begin and
+    """Moves device memory with a `DirectLibrary`, and host memory with system calls. Spans of device memory begin and
     end at whole sectors of the file. A file is registered at its first transfer of device memory."""
 
     def __init__(
-        self, library: CuFileLibrary, enter_thread: Callable[[], object] = lambda: None, host: FileBackend | None = None
+        self, library: DirectLibrary, enter_thread: Callable[[], object] = lambda: None, host: FileBackend | None = None
     ) -> None:
         """``enter_thread`` makes the device current in the calling thread. ``host`` makes the system calls."""
         self._library = library
