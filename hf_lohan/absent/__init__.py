@@ -9,16 +9,3 @@ from hf_lohan.absent.absent_parameter import AbsentParameter, gathered_parameter
 from hf_lohan.absent.saved_weights import saved_weight_hooks
 from hf_lohan.absent.stand_ins import StandIns
 from hf_lohan.absent.weight_provider import BorrowedWeights, MovedGradients, WeightProvider, WeightView, weight_refusal
-
-__all__ = [
-    "AbsentParameter",
-    "BorrowedWeights",
-    "MovedGradients",
-    "StandIns",
-    "WeightProvider",
-    "WeightView",
-    "gathered_parameters",
-    "parameter_behind",
-    "saved_weight_hooks",
-    "weight_refusal",
-]

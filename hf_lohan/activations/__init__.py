@@ -10,16 +10,3 @@ from hf_lohan.activations.kernel_names import Operation, anchor_name
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.activations.trace import LayerTrace
-
-__all__ = [
-    "ActivationSwapper",
-    "ActivationTiers",
-    "ChunkedHead",
-    "ChunkedLoss",
-    "LayerTrace",
-    "Operation",
-    "Smoothing",
-    "anchor_name",
-    "chunked_head_of",
-    "has_foreign_forward",
-]

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["find_annex", "missing_for", "need_annex"]
-
 _SETTINGS: Mapping[str, Mapping[str, object]] = {
     "embedding_rows": {"embedding": "rows"},
     "gpu_direct": {"gpu_direct": True},

@@ -1,3 +1,1 @@
 """Training state on disk, without Hugging Face: complete folders, optimizer states and resume points."""
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@ exit status 2.
 """
 
 from hf_lohan.cli.application import app
-
-__all__ = ["app"]

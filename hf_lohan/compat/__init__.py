@@ -3,5 +3,3 @@
 `tests/compat/` has a test for each function, which shows what an upgrade of a library changed. `torch_private` imports
 only torch and may be used everywhere; the other modules are for rooms that import Hugging Face libraries.
 """
-
-__all__: list[str] = []

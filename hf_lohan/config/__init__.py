@@ -19,24 +19,3 @@ from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, Schedule
 from hf_lohan.config.values import AUTO, ConfigError, SsdPath, check_ssd, interval_s, parse_bytes
 from hf_lohan.planner.collectives import Collectives
 from hf_lohan.planner.offload_plan import Activations
-
-__all__ = [
-    "ALL_AUTO",
-    "AUTO",
-    "FITS_OR_NOT",
-    "OFFLOAD_VARIABLE",
-    "Activations",
-    "Collectives",
-    "ConfigError",
-    "ExpertCachePolicy",
-    "LoadExperts",
-    "OffloadConfig",
-    "ResolvedConfig",
-    "Schedule",
-    "SsdPath",
-    "check_ssd",
-    "interval_s",
-    "offload_of_environment",
-    "parse_bytes",
-    "setting_rows",
-]

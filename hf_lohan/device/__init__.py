@@ -13,32 +13,3 @@ from hf_lohan.device.gpu_links import GpuLink, LinkKind, links_between_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
 from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
 from hf_lohan.device.lanes import COPY_LANES, Event, Lane, Stamp
-
-__all__ = [
-    "COPY_LANES",
-    "Buffer",
-    "BufferPool",
-    "CpuDevice",
-    "Device",
-    "DeviceArena",
-    "DeviceGroup",
-    "DeviceHasher",
-    "Event",
-    "GpuLink",
-    "HostRead",
-    "HostStack",
-    "IntervalStack",
-    "Lane",
-    "LinkKind",
-    "MemoryPeak",
-    "PoolAborted",
-    "Stamp",
-    "TopPlace",
-    "available_host_memory_bytes",
-    "default_torch_device",
-    "device_for",
-    "links_between_gpus",
-    "mapped_empty",
-    "mapped_file",
-    "num_gpus",
-]

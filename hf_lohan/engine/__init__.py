@@ -13,18 +13,3 @@ from hf_lohan.engine.parameter_access import CollectiveReads, ParameterAccess, d
 from hf_lohan.engine.planned_memory import OutOfMemoryAdvice
 from hf_lohan.engine.ranks import check_equal_weights
 from hf_lohan.engine.tiers import Tiers, open_tiers
-
-__all__ = [
-    "CollectiveReads",
-    "EngineEvents",
-    "Journal",
-    "OffloadEngine",
-    "OutOfMemoryAdvice",
-    "ParameterAccess",
-    "StepsSoFar",
-    "Tiers",
-    "check_equal_weights",
-    "drain_model",
-    "open_tiers",
-    "wait_until_closed",
-]

@@ -103,7 +103,7 @@ class ModelHooks:
                 "an offloaded model was called in torch.compile, which does not support streamed weights; call the "
                 "model without torch.compile"
             )
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if torch.jit.is_tracing():
             raise RuntimeError(
                 "an offloaded model was called in torch.jit.trace, which would record loads of its weights; save the "
                 "model, and trace it in memory"

@@ -22,24 +22,3 @@ from hf_lohan.experts.lent_experts import Lending
 from hf_lohan.experts.next_router import NextRouter, find_routers
 from hf_lohan.experts.routing import ROUTED_ROWS, HostNumbers, RoutedRows
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts, run_experts
-
-__all__ = [
-    "ROUTED_ROWS",
-    "AllHere",
-    "BalancedRows",
-    "ComputeExpert",
-    "ExpertCache",
-    "ExpertLoader",
-    "ExpertParts",
-    "ExpertPlaces",
-    "HostNumbers",
-    "LayerAndExpertLoaders",
-    "Lending",
-    "NextRouter",
-    "OneOwnerEach",
-    "RoutedRows",
-    "StreamedExperts",
-    "find_routers",
-    "make_policy",
-    "run_experts",
-]

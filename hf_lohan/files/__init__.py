@@ -14,23 +14,3 @@ from hf_lohan.files.errors import (
 )
 from hf_lohan.files.io_engine import IoEngine, IoRequest, Transfer
 from hf_lohan.files.reflink import Extent
-
-__all__ = [
-    "SECTOR_BYTES",
-    "CapacityError",
-    "CorruptionError",
-    "DataFile",
-    "Extent",
-    "FileBackend",
-    "ForeignStoreError",
-    "IoEngine",
-    "IoRequest",
-    "Shortfall",
-    "StorageError",
-    "StoreInUseError",
-    "StorePath",
-    "TornStoreError",
-    "Transfer",
-    "replace_durably",
-    "write_failure",
-]

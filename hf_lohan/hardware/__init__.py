@@ -11,22 +11,3 @@ from hf_lohan.hardware.measurement import MeasuringEffort, measure_computing, me
 from hf_lohan.hardware.paths import PathFacts, examine_path
 from hf_lohan.hardware.profiles import cached_hardware, has_cached_hardware, read_hardware, write_hardware
 from hf_lohan.hardware.rates import AttentionShape, MatrixShape
-
-__all__ = [
-    "AnonymousMemoryPeak",
-    "AttentionShape",
-    "MachineFacts",
-    "MatrixShape",
-    "MeasuringEffort",
-    "PathFacts",
-    "anonymous_memory_bytes",
-    "cached_hardware",
-    "examine_machine",
-    "examine_path",
-    "has_cached_hardware",
-    "measure_computing",
-    "measure_hardware",
-    "read_hardware",
-    "with_gpu_link",
-    "write_hardware",
-]

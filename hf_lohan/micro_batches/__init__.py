@@ -5,5 +5,3 @@ after each layer. Each micro-batch has its own parameter objects (`leaves`), so 
 """
 
 from hf_lohan.micro_batches.joint_forward import JointParts, MicroBatchRun
-
-__all__ = ["JointParts", "MicroBatchRun"]

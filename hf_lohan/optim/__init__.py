@@ -8,32 +8,3 @@ from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimi
 from hf_lohan.optim.precision import TIE_CODES, TIE_RUN_NUMEL, MasterFormat, master_format, widen_in_place
 from hf_lohan.optim.rules import ADAMW, MUON, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
 from hf_lohan.optim.update import Steps, join_master_, replay_, split_master_, update_records_
-
-__all__ = [
-    "ADAMW",
-    "MUON",
-    "OPTIMIZERS",
-    "RULE_KEY",
-    "SCALE_BLOCK_NUMEL",
-    "TIE_CODES",
-    "TIE_RUN_NUMEL",
-    "AdamWGroup",
-    "Aside",
-    "JointOptimizer",
-    "MasterFormat",
-    "MomentDtype",
-    "OffloadAdamW",
-    "OffloadOptimizer",
-    "Segment",
-    "Steps",
-    "UpdateRule",
-    "here",
-    "join_master_",
-    "master_format",
-    "replay_",
-    "rule_for",
-    "split_master_",
-    "update_records_",
-    "widen_in_place",
-    "within",
-]

@@ -28,35 +28,3 @@ from hf_lohan.planning.order import (
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step
 from hf_lohan.planning.tracing.traced_blocks import forward_without_values, trace_blocks
-
-__all__ = [
-    "LongestRow",
-    "MicroBatches",
-    "OffloadLayout",
-    "PlannedEpoch",
-    "PlannedStep",
-    "RunPlan",
-    "StepShape",
-    "bytes_per_token",
-    "carried_ranks",
-    "check_same_layers",
-    "check_together",
-    "chunked_loss_of",
-    "coded_numel",
-    "forward_without_values",
-    "group_counterparts",
-    "kept_ranks",
-    "kept_record_name",
-    "lay_out",
-    "lay_out_generation",
-    "layer_beside_text",
-    "lending_bytes",
-    "longest_row",
-    "part_bytes",
-    "plan_epoch",
-    "plan_step",
-    "read_lengths",
-    "stock_fit",
-    "trace_blocks",
-    "why_not_together",
-]

@@ -8,16 +8,3 @@ knows where the bytes lie.
 from hf_lohan.quantize.encoded_weights import EncodedForm, int8_form
 from hf_lohan.quantize.four_bit import FourBitForm, Packer, decode_, join_scales, scale_values, values_of
 from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
-
-__all__ = [
-    "EncodedForm",
-    "FourBitForm",
-    "PackedForm",
-    "Packer",
-    "WeightPacker",
-    "decode_",
-    "int8_form",
-    "join_scales",
-    "scale_values",
-    "values_of",
-]

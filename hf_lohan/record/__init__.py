@@ -4,5 +4,3 @@
 """
 
 from hf_lohan.record.run_record import LoopRecord, RunRecord, record_folder
-
-__all__ = ["LoopRecord", "RunRecord", "record_folder"]

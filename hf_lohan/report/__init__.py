@@ -5,5 +5,3 @@
 """
 
 from hf_lohan.report.page import write_report
-
-__all__ = ["write_report"]

@@ -23,25 +23,3 @@ from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import DATA_NAMES, bytes_of_new_store, committed_log, kept_commits, last_commit
 from hf_lohan.store.versions import Checksums
-
-__all__ = [
-    "DATA_NAMES",
-    "GRANULE_NUMEL",
-    "MAX_GRANULE_NUMEL",
-    "PARAMS_PER_ELEMENT",
-    "RECORD_ALIGN_NUMEL",
-    "Checksums",
-    "Commit",
-    "ModelIdentity",
-    "RecordFiles",
-    "RecordRead",
-    "RecordSpec",
-    "Store",
-    "StoreLayout",
-    "bytes_of_new_store",
-    "checksums",
-    "committed_log",
-    "granules_of",
-    "kept_commits",
-    "last_commit",
-]

@@ -3,5 +3,3 @@
 Only `tests/` and `scripts/benchmarks/` import this room. They import its modules one by one (such as
 `hf_lohan.testing.storage_doubles`), so that a test loads only what it uses.
 """
-
-__all__: list[str] = []

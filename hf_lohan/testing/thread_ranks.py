@@ -139,7 +139,7 @@ class _World:
         self.num_ranks = num_ranks
         self.num_local = num_local
         self.is_over = threading.Event()
-        self._store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        self._store: Any = torch.distributed.HashStore()
         self._fates = [
             _Fate(self, rank, delays_seed, [fault for fault in faults if fault.rank == rank])
             for rank in range(num_ranks)

@@ -13,23 +13,3 @@ from hf_lohan.threads.forks import Owner, close_in_children, closing
 from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
 from hf_lohan.threads.thread_settings import ThreadSettings, uninterrupted
 from hf_lohan.threads.work_thread import Command, WorkThread
-
-__all__ = [
-    "Command",
-    "FirstFailure",
-    "KernelThreads",
-    "Owner",
-    "TaskThreads",
-    "ThreadSettings",
-    "WorkThread",
-    "close_in_children",
-    "closing",
-    "keep_freed_memory",
-    "raised_anew",
-    "return_freed_memory",
-    "set_compute_threads",
-    "start_thread",
-    "uninterrupted",
-    "usable_cpus",
-    "use_all_cores",
-]

@@ -34,34 +34,3 @@ from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCo
 from hf_lohan.updates.pipeline import GradientPipeline, RankGradientPipeline
 from hf_lohan.updates.setup import UpdateSetup
 from hf_lohan.updates.step import ClipHistory, ClipWay, ParamGroups, SkippedSteps, StepResult, StepTransaction
-
-__all__ = [
-    "MISSED_STEPS_NAME",
-    "ArrivedChunk",
-    "BackwardContext",
-    "BorrowedSlot",
-    "ClipHistory",
-    "ClipWay",
-    "Delivery",
-    "DeliveryListener",
-    "GradientArrivals",
-    "GradientPipeline",
-    "GradientReduction",
-    "MissedSteps",
-    "NonFiniteGradientError",
-    "ParamGroups",
-    "RankGradientPipeline",
-    "SkippedSteps",
-    "StepCounts",
-    "StepResult",
-    "StepTransaction",
-    "UpToDateRecords",
-    "UpdateSetup",
-    "UpdatesDroppedError",
-    "WeightChange",
-    "WeightSlots",
-    "master_pieces",
-    "read_masters",
-    "round_anew",
-    "write_masters",
-]

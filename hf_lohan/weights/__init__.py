@@ -15,27 +15,3 @@ from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import Decoder, LocalWeights, RecordReader, RowLoads
-
-__all__ = [
-    "BlockLoader",
-    "BlocksInUse",
-    "Decoder",
-    "LayerLoader",
-    "LoadSchedule",
-    "Loads",
-    "LocalLoader",
-    "LocalWeights",
-    "NextLoad",
-    "NodeShards",
-    "PeerWeightCache",
-    "RamPeerWeights",
-    "RankLoader",
-    "RecordReader",
-    "RowLoads",
-    "SharedWeights",
-    "Slot",
-    "SlotLoad",
-    "SlotRing",
-    "SsdPeerWeights",
-    "WeightSource",
-]

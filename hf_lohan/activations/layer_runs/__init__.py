@@ -6,5 +6,3 @@ have the rest. `module_state` has what a layer or a model reads and changes, and
 
 from hf_lohan.activations.layer_runs.layer_run import LayerRun
 from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks, SharedRun, row_memory_bytes
-
-__all__ = ["LayerRun", "RowMemory", "RowsOfRanks", "SharedRun", "row_memory_bytes"]

@@ -5,5 +5,3 @@ where axolotl is not installed. It replaces the `load` of axolotl's ModelLoader.
 """
 
 from hf_lohan.annexes.axolotl.plugin import AxolotlPlugin
-
-__all__ = ["AxolotlPlugin"]

@@ -5,5 +5,3 @@ the other ranks, so it is off by default. The core lays out the table and update
 """
 
 from hf_lohan.annexes.embedding_rows.row_loads import open_rows
-
-__all__ = ["open_rows"]

@@ -6,5 +6,3 @@ meanwhile, and pinned device memory. `cufile` calls the library, `trials` decide
 """
 
 from hf_lohan.annexes.gpu_direct.trials import open_direct_io, uses_direct_io, why_not
-
-__all__ = ["open_direct_io", "uses_direct_io", "why_not"]

@@ -6,5 +6,3 @@ when it starts. It costs a copy of all records, for which both generations of st
 
 from hf_lohan.annexes.resharding.at_start import reshard_for_these_ranks
 from hf_lohan.annexes.resharding.command import reshard_stores
-
-__all__ = ["reshard_for_these_ranks", "reshard_stores"]

@@ -9,8 +9,6 @@ from types import ModuleType
 
 from hf_lohan.annexes.studies.studies import Studies
 
-__all__ = ["Studies", "functions_for_options"]
-
 
 def functions_for_options() -> ModuleType:
     """Return the functions for options of `lohan plan`."""

@@ -1,3 +1,1 @@
 """Generation with weights that are streamed from the store."""
-
-__all__: list[str] = []

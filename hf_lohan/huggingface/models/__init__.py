@@ -1,3 +1,1 @@
 """Models between checkpoints and the store: loading, saving, adapters, export."""
-
-__all__: list[str] = []

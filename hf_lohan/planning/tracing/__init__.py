@@ -2,5 +2,3 @@
 
 from hf_lohan.planning.tracing.profile import TracedModel, trace_model
 from hf_lohan.planning.tracing.trace import signature_of
-
-__all__ = ["TracedModel", "signature_of", "trace_model"]
