@@ -8,4 +8,4 @@ that a slot can be reused before the backward. `stand_ins` finds the weight that
 from hf_lohan.absent.absent_parameter import AbsentParameter, gathered_parameters, parameter_behind
 from hf_lohan.absent.saved_weights import saved_weight_hooks
 from hf_lohan.absent.stand_ins import StandIns
-from hf_lohan.absent.weight_provider import BorrowedWeights, MovedGradients, WeightProvider, WeightView, weight_refusal
+from hf_lohan.absent.weight_provider import BorrowedWeights, MovedGradients, WeightView, weight_refusal

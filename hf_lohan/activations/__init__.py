@@ -6,7 +6,6 @@ MEMO). A `swapped_tensor` represents a tensor that was swapped out. `trace` reco
 """
 
 from hf_lohan.activations.chunked_head import ChunkedHead, ChunkedLoss, Smoothing, chunked_head_of, has_foreign_forward
-from hf_lohan.activations.kernel_names import Operation, anchor_name
-from hf_lohan.activations.swapper import ActivationSwapper
+from hf_lohan.activations.kernel_names import anchor_name
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.activations.trace import LayerTrace

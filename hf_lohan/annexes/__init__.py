@@ -1,13 +1,14 @@
 """Annexes: parts that the rest of the library, the core, does without.
 
 Each package here is one annex, and its docstring says what it adds and what it costs. An annex may import the core. The
-core imports no annex: one file of it asks for the annex by name (`find_annex`) and has a default that does nothing.
+core imports no annex: one file of it asks for the annex by name, and either has a default that does nothing
+(`find_annex`) or refuses what needs it (`need_annex`).
 `tests/test_house.py` checks both, and `tests/annexes/test_removed.py` removes each annex in turn.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -42,12 +43,19 @@ def need_annex(name: str, asked: str) -> Any:
 def missing_for(settings: object) -> str | None:
     """Return why the attributes of ``settings`` cannot be followed without an annex; None if they can."""
     needed = (
-        _missing(annex, f"{name}: {str(value).lower()}")
+        _missing(annex, f"{name.replace('switches.', '_')}: {str(value).lower()}")
         for annex, values in _SETTINGS.items()
         for name, value in values.items()
-        if attrgetter(name)(settings) == value and find_annex(annex) is None
+        if attrgetter(name)(settings) == value and not _is_installed(annex)
     )
     return next(needed, None)
+
+
+def _is_installed(name: str) -> bool:
+    try:  # without importing it, because settings are light
+        return importlib.util.find_spec(f"{__name__}.{name}") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _missing(name: str, asked: str) -> str:

@@ -16,6 +16,5 @@ from hf_lohan.config.offload_config import (
     setting_rows,
 )
 from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, Schedule
-from hf_lohan.config.values import AUTO, ConfigError, SsdPath, check_ssd, interval_s, parse_bytes
+from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes
 from hf_lohan.planner.collectives import Collectives
-from hf_lohan.planner.offload_plan import Activations

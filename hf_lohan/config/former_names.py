@@ -38,22 +38,25 @@ _DECIDED = {
 """What a run does by itself in place of a setting that is not public any more."""
 
 
+_IN_ALL_RECORDS = {"schedule", "io_threads", "io_piece_bytes", "prefetch_blocks"}
+"""Settings that all earlier versions have recorded."""
+
+
 def refuse_former_names(settings: Mapping[Any, object]) -> None:
-    """Raise ConfigError, with what has replaced it, for the first setting whose name is a former one."""
+    """Raise ConfigError, with what has replaced them, for settings whose names are former ones."""
+    told = []
     for name in settings:
         if name in _DECIDED:
-            raise ConfigError(f"the offload setting {name!r} was removed, because {_DECIDED[name]}; leave it out")
-        if name in _NOW:
-            table, _, key = _NOW[name].partition(".")
+            told.append(f"the offload setting {name!r} was removed, because {_DECIDED[name]}; leave it out")
+        elif name in _NOW:
             value = json.dumps(settings[name], default=str)
-            raise ConfigError(
-                f"the offload setting {name!r} is now {key!r} in the table {table!r}; write {table}: {{{key}: {value}}}"
-            )
+            told.append(f"the offload setting {name!r} is now {_NOW[name]!r}; write {_NOW[name]}: {value}")
+    if told:
+        raise ConfigError(". And ".join(told))
 
 
 def with_present_names(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return settings that an earlier version has recorded under their present names, and others as they are. A record
-    has every setting, and so all former names."""
-    if not _NOW.keys() <= settings.keys():
+    """Return settings that an earlier version has recorded under their present names, and others as they are."""
+    if not settings.keys() >= _IN_ALL_RECORDS:
         return settings
     return {_NOW.get(name, name): value for name, value in settings.items()}

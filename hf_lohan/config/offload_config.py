@@ -279,12 +279,22 @@ class OffloadConfig:
     def _with(self, settings: Mapping[Any, Any]) -> OffloadConfig:
         """Return this config with other ``settings``. `table.key` sets one key of a table, and `_key` a switch."""
         refuse_former_names(settings)
-        refuse_unknown_keys((name for name in settings if name not in _KEYS), SETTINGS, what="offload setting")
+        known = [*SETTINGS, *(name for name in _KEYS if not name.startswith("_"))]
+        refuse_unknown_keys((name for name in settings if name not in _KEYS), known, what="offload setting")
+        for of in TABLES:  # a word is one key, and leaves the others as they are
+            if of.WORD is not None and isinstance(settings.get(of.NAME), str):
+                word = {of.key_of(of.WORD): settings[of.NAME]}
+                settings = {**word, **{name: value for name, value in settings.items() if name != of.NAME}}
         changes = {name: value for name, value in settings.items() if name not in _KEYS}
         for name in settings.keys() & _KEYS.keys():
-            table, key = _KEYS[name]
-            own = getattr(self, table)
-            changes[table] = replace(check_table(table, changes.get(table, own), of=type(own)), **{key: settings[name]})
+            own_table, key = _KEYS[name]
+            given = changes.get(own_table)
+            if isinstance(given, Mapping) and key in given:
+                raise ConfigError(f"{name} is given twice, as {name!r} and in the table {own_table!r}; give it once")
+            own = getattr(self, own_table)
+            changes[own_table] = replace(
+                own if given is None else check_table(own_table, given, of=type(own)), **{key: settings[name]}
+            )
         return replace(self, **changes)
 
     def resolve(
@@ -397,7 +407,8 @@ def _texts(name: str, value: Any) -> list[str]:
     if name == "ssd" and isinstance(value, list):
         return [f"{ssd['path']} ({_capacity(ssd['capacity'])})" for ssd in value]
     if isinstance(value, dict):
-        return [f"{key}: {_texts(key, of_key)[0]}" for key, of_key in value.items()]
+        # What is in a table in a table stands in one row.
+        return [f"{key}: {v if isinstance(v, dict) else _texts(key, v)[0]}" for key, v in value.items()]
     return [format_bytes(value) if name in _SIZES and isinstance(value, int) else str(value)]
 
 

@@ -52,10 +52,10 @@ def choice(of: Any) -> SettingCheck:
     return partial(check_choice, allowed=get_args(of))
 
 
-def check_fields(settings: Any, declared_by: type, prefix: str = "") -> None:
-    """Replace the values of settings by checked ones, and name a setting in errors after ``prefix``."""
+def check_fields(settings: Any, declared_by: type, key_of: Callable[[str], str] = str) -> None:
+    """Replace the values of settings by checked ones. ``key_of`` returns what errors call a field."""
     for own in fields(declared_by):
-        object.__setattr__(settings, own.name, own.metadata["check"](prefix + own.name, getattr(settings, own.name)))
+        object.__setattr__(settings, own.name, own.metadata["check"](key_of(own.name), getattr(settings, own.name)))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -67,7 +67,12 @@ class SettingTable:
     """The key that is meant if the table is a word."""
 
     def __post_init__(self) -> None:
-        check_fields(self, type(self), f"{self.NAME}.")
+        check_fields(self, type(self), self.key_of)
+
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        """Return the setting that sets one field."""
+        return f"{cls.NAME}.{name}"
 
     def to_setting(self) -> dict[str, Any]:
         """Return the table in JSON's types."""
@@ -88,7 +93,11 @@ def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
         case Mapping():
             refuse_unknown_keys(value, keys, what=f"key of {name}")
             return of(**value)
-    raise ConfigError(f"{name}: {value!r} is not allowed; give a table with one or more of {', '.join(keys)}")
+    words = ""
+    if of.WORD is not None:
+        allowed = next(own for own in fields(of) if own.name == of.WORD).metadata["check"].keywords["allowed"]
+        words = f"one of {', '.join(map(repr, allowed))}, or "
+    raise ConfigError(f"{name}: {value!r} is not allowed; give {words}a table with one or more of {', '.join(keys)}")
 
 
 def table(of: type[SettingTable]) -> Any:
@@ -115,10 +124,10 @@ class ExpertSettings(SettingTable):
     with their layers. "auto" divides experts if several ranks stream them."""
 
     balance: int | Literal["auto"] | Literal[False] = setting(AUTO, partial(check_chunk, unit="rows"))
-    """Whether ranks of a machine compute rows for each other's experts (`parallel`), so that all compute about the same
-    number. It has an effect in training with several ranks on a machine. A number is the least number of rows, of one
-    rank for one expert, that a rank other than the expert's owner computes, because the expert's weights must go there
-    as well. It changes no result. false always computes rows at their owner. "auto" is false."""
+    """Whether ranks of a machine compute rows for each other's experts (`experts.parallel`), so that all compute about
+    the same number. It has an effect in training with several ranks on a machine. A number is the least number of rows,
+    of one rank for one expert, that a rank other than the expert's owner computes, because the expert's weights must go
+    there as well. It changes no result. false always computes rows at their owner. "auto" is false."""
 
     lazy: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
@@ -195,6 +204,10 @@ class Switches(SettingTable):
     `_clip`. They are no public settings."""
 
     NAME = "switches"
+
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        return f"_{name}"
 
     schedule: Schedule = setting("optimized", choice(Schedule))
     """"optimized" reads a chunk of optimizer states before it writes the previous one; "naive" reads it after that

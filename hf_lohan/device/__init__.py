@@ -4,7 +4,7 @@ All higher rooms use only the interface, so tests on a CPU run the same engine a
 `torch.cuda`.
 """
 
-from hf_lohan.device.base import Device, DeviceGroup, DeviceHasher, MemoryPeak
+from hf_lohan.device.base import Device, DeviceGroup, DeviceHasher
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.device_arena import DeviceArena

@@ -34,7 +34,7 @@ from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.huggingface.equal_runs import check_equal_configs
 from hf_lohan.huggingface.local_run import LocalRun
 from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config
-from hf_lohan.huggingface.models.recipe import ModelRecipe
+from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
 from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
 from hf_lohan.huggingface.offloaded_model import (
     attach_to,
@@ -145,6 +145,8 @@ def from_pretrained(
         check_peft_config(peft_config)
         finish = adding_adapters(peft_config)
     working_dtype = torch.bfloat16 if bf16 else None
+    refuse_placement(kwargs, "which offload streams to its device itself")
+    dtype = take_torch_dtype(kwargs, dtype)
     run = LocalRun.begin(offload, torch_device, default_ssd_path)
     recipe = ModelRecipe(
         path,

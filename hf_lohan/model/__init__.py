@@ -35,7 +35,6 @@ from hf_lohan.model.embedding_table import (
     with_rows,
 )
 from hf_lohan.model.experts import (
-    FusedExperts,
     experts_as_stored,
     find_experts,
     owners_as_stored,

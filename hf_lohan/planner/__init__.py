@@ -6,7 +6,7 @@ memory budgets into pools, or refuses them with the numbers. `record_traffic` ch
 and how to clip, and predicts the step.
 """
 
-from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
+from hf_lohan.planner.collectives import Cluster, Collectives, all_ways
 from hf_lohan.planner.cuts import (
     balanced_experts,
     cut_for_ranks,
@@ -17,7 +17,7 @@ from hf_lohan.planner.cuts import (
     units_between,
 )
 from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
-from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
+from hf_lohan.planner.generation import KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
     COMPUTING_RATES,
     CpuProfile,
@@ -34,12 +34,9 @@ from hf_lohan.planner.offload_plan import (
     LAYERS_LEAVING,
     MOST_WRONG_GUESSES,
     ActivationPlacements,
-    Activations,
     BlockGradient,
     Durability,
-    ExpertPrediction,
     InMemoryFit,
-    Lanes,
     LayerPlacements,
     OffloadPlan,
     Placement,

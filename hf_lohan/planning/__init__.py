@@ -22,7 +22,6 @@ from hf_lohan.planning.order import (
     MicroBatches,
     check_same_layers,
     check_together,
-    layer_beside_text,
     why_not_together,
 )
 from hf_lohan.planning.run_plan import RunPlan, stock_fit

@@ -12,7 +12,6 @@ from hf_lohan.ranks.collectives.block_codec import (
     GRADIENTS_WITHIN,
     WEIGHTS_INT8,
     BlockCodec,
-    CodingError,
 )
 from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange
@@ -22,7 +21,7 @@ from hf_lohan.ranks.collectives.row_exchange import IS_OF_TOKEN, CallOfRank, Cho
 from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.equal_values import check_equal
-from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
+from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement
 from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import BegunWork, LaneClosedError, RankLane, bytes_of

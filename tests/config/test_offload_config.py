@@ -140,7 +140,7 @@ def test_an_unknown_key_lists_the_known_keys() -> None:
         ("experts", "stream", "'auto' or 'streamed' or 'with_layer'"),
         ("experts", {"load": ["streamed"]}, "'streamed'"),
         ("experts", {"lazy": "yes"}, "true or false"),
-        ("experts", 3, "give a table with one or more of load, parallel, balance, lazy, cache"),
+        ("experts", 3, "or a table with one or more of load, parallel, balance, lazy, cache"),
         ("chunks", {"layers": 0}, "(tokens), auto or false"),
         ("ranks", "exact", "give a table with one or more of collectives, transport, timeout, per_row"),
         ("optimizer_state_dtype", "float16", "'int8'"),
@@ -318,7 +318,9 @@ def test_a_key_with_a_dot_keeps_the_other_keys_of_its_table(tmp_path: Path) -> N
     path = write(tmp_path / "a.yaml", "experts: streamed\nexperts.lazy: true\n")
     assert OffloadConfig.load(path) == OffloadConfig.load({"experts.lazy": True, "experts": "streamed"}) == expected
     assert OffloadConfig.load(OffloadConfig.load(experts="streamed"), **{"experts.lazy": True}) == expected
-    assert OffloadConfig.load(expected, experts="streamed") == OffloadConfig.load(experts={"load": "streamed"})
+    assert OffloadConfig.load(expected, experts="streamed") == expected, "a word is one key"
+    assert OffloadConfig.load(expected, experts={"load": "streamed"}) == OffloadConfig.load(experts="streamed")
+    assert "'experts.load' and in the table" in refusal({"experts": {"load": "streamed"}, "experts.load": "with_layer"})
     assert "unknown offload setting 'experts.lasy'; did you mean" in refusal({"experts.lasy": True})
     assert "unknown key of experts 'lasy'; did you mean 'lazy'?" in refusal({"experts": {"lasy": True}})
 
@@ -328,21 +330,21 @@ def test_switches_of_tests_are_no_public_settings() -> None:
     assert (config.switches.clip, config.switches.schedule) == ("defer", "naive")
     assert config.to_dict() == {**OffloadConfig().to_dict(), "_clip": "defer", "_schedule": "naive"}
     assert OffloadConfig.load(config.to_dict()) == config
-    assert "switches.schedule: 'fast' is not allowed; choose 'optimized'" in refusal(_schedule="fast")
+    assert "_schedule: 'fast' is not allowed; choose 'optimized'" in refusal(_schedule="fast")
     assert "unknown offload setting '_gpu_memory'" in refusal(_gpu_memory=1) and "_clip" not in refusal(clp=1)
 
 
 FORMER: dict[str, tuple[Any, str]] = {
-    "expert_parallel": ("world", 'write experts: {parallel: "world"}'),
-    "balance_experts": (64, "write experts: {balance: 64}"),
-    "lazy_experts": (True, "write experts: {lazy: true}"),
-    "expert_cache": ("off", 'write experts: {cache: "off"}'),
-    "chunked_loss": (False, "write chunks: {loss: false}"),
-    "chunked_layers": (4096, "write chunks: {layers: 4096}"),
-    "sequence_ranks": (2, "write ranks: {per_row: 2}"),
-    "collectives": ({"within": "int8"}, 'write ranks: {collectives: {"within": "int8"}}'),
-    "transport": ("host", 'write ranks: {transport: "host"}'),
-    "net_timeout": (60, "write ranks: {timeout: 60}"),
+    "expert_parallel": ("world", 'write experts.parallel: "world"'),
+    "balance_experts": (64, "write experts.balance: 64"),
+    "lazy_experts": (True, "write experts.lazy: true"),
+    "expert_cache": ("off", 'write experts.cache: "off"'),
+    "chunked_loss": (False, "write chunks.loss: false"),
+    "chunked_layers": (4096, "write chunks.layers: 4096"),
+    "sequence_ranks": (2, "write ranks.per_row: 2"),
+    "collectives": ({"within": "int8"}, 'write ranks.collectives: {"within": "int8"}'),
+    "transport": ("host", 'write ranks.transport: "host"'),
+    "net_timeout": (60, "write ranks.timeout: 60"),
     "schedule": ("naive", "leave it out"),
     "clip": ("defer", "uses the faster one; leave it out"),
     "solver": ("migration", "leave it out"),
@@ -361,6 +363,7 @@ def test_a_former_name_is_refused_with_its_successor(name: str, tmp_path: Path) 
         OffloadConfig(**{name: value})
     for message in (*messages, str(caught.value)):
         assert f"the offload setting {name!r}" in message and told in message
+    assert told in refusal({"schedule": "naive", "net_timeout": 5, name: value}), "all are named at once"
     if "write" in told:  # the sentence can be followed
         OffloadConfig.load(yaml.safe_load(told.removeprefix("write ")))
 
@@ -373,6 +376,8 @@ def test_settings_that_an_earlier_version_has_recorded_are_read(tmp_path: Path) 
     path = write(tmp_path / "config.json", json.dumps(recorded))
     config = OffloadConfig.load(path)
     assert config == OffloadConfig.load(recorded)
+    for later in ("transport", "balance_experts", "solver", "sequence_ranks"):  # earlier versions had less
+        OffloadConfig.load({name: value for name, value in recorded.items() if name != later})
     assert (config.experts.load, config.experts.lazy, config.experts.balance) == ("streamed", True, 64)
     assert (config.chunks.layers, config.ranks.timeout, config.ranks.collectives.within) == (4096, 60, "int8")
     assert (config.switches.clip, config.switches.solver, config.switches.io_threads) == ("defer", "migration", 4)

@@ -4,5 +4,4 @@
 have the rest. `module_state` has what a layer or a model reads and changes, and sets it again.
 """
 
-from hf_lohan.activations.layer_runs.layer_run import LayerRun
-from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks, SharedRun, row_memory_bytes
+from hf_lohan.activations.layer_runs.shared_rows import RowMemory, row_memory_bytes
