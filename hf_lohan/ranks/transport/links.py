@@ -76,8 +76,9 @@ class Links:
         self.watch = Watch(ranks, store, self._failure, timeout_s, exits)
         try:
             if ranks.others:
-                self.watch.start(time.monotonic() + timeout_s)
+                self.watch.begin()
                 self._host = host or ("127.0.0.1" if ranks.num_nodes == 1 else outgoing_address())
+                self.watch.start(time.monotonic() + timeout_s)
             self._control = self.open("control", stops_compute=True)
         except BaseException as error:
             self.fail(error)

@@ -100,11 +100,14 @@ class Watch:
         if ranks.others:
             self._board = NoticeBoard(ranks, store.clone(), failure, self._table)
 
+    def begin(self) -> None:
+        """Begin to tell the other ranks of this one, and to hear of failures."""
+        self._board.write_first()
+        self._board.start(self._on_lost_store)
+
     def start(self, until_s: float) -> None:
         """Meet the other ranks. Raises RankTimeoutError if one has not come at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
-        self._board.write_first()
-        self._board.start(self._on_lost_store)
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.num_ranks):
