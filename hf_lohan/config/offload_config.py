@@ -136,7 +136,7 @@ class OffloadConfig:
     first forward, so that the step is shortest."""
 
     chunks: ChunkSettings = table(ChunkSettings)
-    """What is computed for some tokens at a time, so that long rows fit the device. Only the order of sums changes."""
+    """Layers and the loss compute some tokens at a time, so that long rows fit. Only the order of sums changes."""
 
     vertical_micro_batches: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
     """Whether gradient accumulation runs all micro-batches of a step through a block before the next block, so that
@@ -407,7 +407,7 @@ def _texts(name: str, value: Any) -> list[str]:
     if name == "ssd" and isinstance(value, list):
         return [f"{ssd['path']} ({_capacity(ssd['capacity'])})" for ssd in value]
     if isinstance(value, dict):
-        # What is in a table in a table stands in one row.
+        # A table within a table gets one row.
         return [f"{key}: {v if isinstance(v, dict) else _texts(key, v)[0]}" for key, v in value.items()]
     return [format_bytes(value) if name in _SIZES and isinstance(value, int) else str(value)]
 

@@ -265,7 +265,7 @@ class RankLane:
         """End this rank's waits in the lane. A rank that waits for this one there gets an error. Any thread may call
         this."""
         self._is_closed = True
-        # What has not ended here will not end, so others that have begun it wait for this rank.
+        # A collective that has not ended here will not end. Other ranks that have begun it wait for this one.
         unfinished = sum(not work.is_completed() for work in self._works)
         self._watch.note_position(self.name, self._number - unfinished, "")
         self._watch.note_closed(self.name)

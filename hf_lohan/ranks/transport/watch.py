@@ -246,7 +246,7 @@ class Watch:
         if not self._failure.wait(_ANSWER_S):
             self._failure.record_failure(Failure(rank, text))
 
-    # What waits ask.
+    # For threads that wait.
 
     def find_cause(self, what: str, members: Sequence[int] = ()) -> None:
         """Raise RankFailedError if another rank is the cause of a failure. Call this if an operation that depends on
