@@ -19,6 +19,16 @@ FINDS_RACES = {"CUDA_DOUBLE_RACES": "1", "CUDA_DOUBLE_POISON": "1"}
 RUNS_LATE = {**FINDS_RACES, "CUDA_DOUBLE_ASYNC": "1", "CUDA_DOUBLE_COPY_DELAY_US": "100000"}
 
 
+# A thread of autograd that asks for the interpreter while Python ends aborts the process, whatever the device is
+# (18 of 240 runs of five lines of torch). So a program ends without the interpreter's end.
+END = """
+import atexit, os, sys
+atexit._run_exitfuncs()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 class Program:
     """Runs Python code on a device with the settings of environment variables."""
 
@@ -30,7 +40,7 @@ class Program:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_DOUBLE_")}
         report = self._folder / "report"
         done = subprocess.run(
-            [sys.executable, "-c", f"import cuda_double, torch\ntorch.set_num_threads(1)\n{code}"],
+            [sys.executable, "-c", f"import cuda_double, torch\ntorch.set_num_threads(1)\n{code}\n{END}"],
             env={**inherited, **device, "CUDA_DOUBLE_REPORT": str(report)},
             cwd=self._folder,
             capture_output=True,
