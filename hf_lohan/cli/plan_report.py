@@ -196,6 +196,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     for line in (
         *_records(planned),
         *_gradients(planned),
+        *_parked(planned),
         *_rows(planned),
         *_experts(planned),
         *_other_experts(planned),
@@ -398,6 +399,17 @@ def _gradients(planned: PlannedRun) -> Iterable[str]:
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
         yield f"Gradients without buffers: RAM holds {held} beside activations, the SSDs hold {spilled}."
+
+
+def _parked(planned: PlannedRun) -> Iterable[str]:
+    """Yield a sentence on updates that are parked, and on the RAM of a machine that has their gradients."""
+    share = planned.plan.parked_share
+    if share:
+        held_bytes = share * planned.layout.gradient_bytes / planned.plan.cluster.num_nodes
+        yield (
+            f"{percent(share)} of the updates wait for the next forward, so that the SSDs work in it too; their "
+            f"gradients take {format_bytes(int(held_bytes))}."
+        )
 
 
 def _rows(planned: PlannedRun) -> Iterable[str]:

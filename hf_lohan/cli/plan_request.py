@@ -97,7 +97,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     ranks = Ranks(0, request.num_ranks, 0, request.num_ranks // request.num_nodes)
     check_sequence_ranks(asked.ranks.per_row, ranks)
     if request.paper:
-        asked = OffloadConfig.load(asked, _resident_records="none")
+        asked = OffloadConfig.load(asked, _resident_records="none", _parked=0)
     hardware, device = None, device_for(default_torch_device())
     host_bytes, device_bytes, memory_is_host = (
         available_host_memory_bytes(),

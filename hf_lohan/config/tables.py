@@ -18,6 +18,7 @@ from hf_lohan.config.values import (
     check_number,
     check_piece_size,
     check_seconds,
+    check_share,
     refuse_unknown_keys,
 )
 from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
@@ -216,6 +217,10 @@ class Switches(SettingTable):
     clip: Clip = setting(AUTO, choice(Clip))
     """How updates wait for the norm of `max_grad_norm`: "defer" updates during the next forward; "speculate" updates in
     backward, and again if the norm clips; "auto" measures both."""
+
+    parked: float | Literal["auto"] = setting(AUTO, check_share)
+    """The share of updates in backward that wait for the next forward, which applies them before it uses their blocks;
+    "auto" is the plan's."""
 
     solver: Solver = setting(AUTO, choice(Solver))
     """How the plan for `activations: auto` is found: "algorithm_1" by the sum of lanes, "migration" by their booked

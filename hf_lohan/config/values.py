@@ -201,6 +201,15 @@ def check_seconds(name: str, value: object) -> int | float | Literal["auto"]:
     raise ConfigError(f"{name}: {value!r} is not allowed; give a number of seconds above 0, or 'auto'")
 
 
+def check_share(name: str, value: object) -> float | Literal["auto"]:
+    """Return ``value`` if it is a number from 0 to 1, or "auto". Raises ConfigError if not."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a number from 0 to 1, or 'auto'")
+
+
 def check_flag(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value

@@ -113,6 +113,7 @@ def build_updates(
     setup = UpdateSetup(
         device=tiers.device,
         blocks=layout.blocks,
+        chunks=[chunk for chunk in chunks if chunk.owner == layout.ranks.rank],
         slices=sorted(block_of, key=lambda part: number_of[part.parameter]),
         group_of=groups.group_of,
         has_groups=groups.has_any,
@@ -132,6 +133,7 @@ def build_updates(
         open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
         recall=tiers.recall,
         missed=records.missed,
+        parked_share=0.0 if config.switches.parked == AUTO else config.switches.parked,
     )
     pipeline = _gradient_pipeline(setup, tiers, chunks, agreement)
     interval = CommitInterval.asked_for(config.commit_every)

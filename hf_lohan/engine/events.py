@@ -191,6 +191,7 @@ class FollowedPlan:
         if planned is not None:
             self.memory.follow_plan(planned)
             self._commits.follow_interval(_interval(planned))
+            self._pipeline.park(planned.plan.parked_share)
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -186,6 +187,9 @@ class PlannedMemory:
 
     def _gradient_bytes(self) -> int:
         """Return the RAM that gradients would use if none were moved to the SSD."""
+        if not self.layout.holds_gradients:
+            share = self._planned.plan.parked_share if self._planned is not None else 0.0
+            return math.ceil(share * (self.layout.gradient_bytes + len(self.layout.chunks()) * CACHE_LINE_BYTES))
         if not self.layout.held_gradients():
             return 0
         num_chunks = len(self.layout.chunks()) - self.layout.num_held_chunks

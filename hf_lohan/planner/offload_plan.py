@@ -98,6 +98,8 @@ class TrainingSetup:
     moments)."""
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
+    parked_share: float | None = 0.0
+    """The share of updates in backward that wait for the next forward. None is the best."""
     lent_bytes: int = 0
     """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False
@@ -354,6 +356,8 @@ class OffloadPlan:
     """By layer in forward order, the placements of its input (`INPUT`, never recomputed) and of the operations in the
     model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
+    parked_share: float = 0.0
+    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
     durability: Durability
     commit_every_steps: int
     """Every n-th step is committed. With 0 only checkpoints are."""

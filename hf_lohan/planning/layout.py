@@ -267,6 +267,11 @@ class OffloadLayout(StoredForm):
         shards."""
         return self._shards.spilled_bytes(self)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients, as they are held."""
+        return sum(self._gradient_record(block).num_bytes for block in self.blocks if block.state_numel)
+
     def _gradient_record(self, block: Block) -> RecordSpec:
         """Return the scratch record of a block's gradient while it is held."""
         return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)

@@ -469,7 +469,7 @@ def _layers_without_text(profile: ModelProfile) -> list[str]:
 
 
 def _decisions(plan: OffloadPlan) -> tuple[object, ...]:
-    return plan.activations, plan.clip, plan.fetch_ahead, plan.layers_leaving
+    return plan.activations, plan.clip, plan.parked_share, plan.fetch_ahead, plan.layers_leaving
 
 
 def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:

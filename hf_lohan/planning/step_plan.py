@@ -445,6 +445,7 @@ def training_setup(
         hands_over=config.switches.schedule == "optimized",
         state_bytes_per_param=state_bytes / state_numel if state_numel else 0.0,
         clip=config.switches.clip if layout.holds_gradients else "none",
+        parked_share=None if config.switches.parked == AUTO else config.switches.parked,
         num_micro_batches=shape.num_micro_batches,
         num_together=shape.num_together,
         durability=durability,

@@ -439,6 +439,13 @@ class HeldGradients:
         else:
             self._write(gradient, self._spill)
 
+    def hold_in_shared_ram(self, gradient: ChunkGradient) -> bool:
+        """Hold a gradient for the next forward if shared RAM has room, and return whether it has."""
+        has_room = self._shared_ram is not None and not gradient.is_zero and self._move_to_shared_ram(gradient)
+        if has_room:
+            self._held[self._key(gradient.chunk)] = gradient
+        return has_room
+
     def _stay_in_buffer(self, key: _Key) -> None:
         if not self._in_buffers:
             self._may_be_spilled.clear()

@@ -58,6 +58,10 @@ class GradientPipeline:
             pool.abort(error)
         self._handover.abort(error)
 
+    def park(self, share: float) -> None:
+        """Let this share of later updates in backward wait for the next forward."""
+        self._thread.submit(lambda: self._worker.park(share))
+
     # Called in backward.
 
     def count_backward(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device, HostStack
-from hf_lohan.model import Block, ParamSlice
+from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.updates.missed_steps import GroupOf, MissedSteps, StepCounts
 
@@ -19,6 +19,8 @@ class UpdateSetup:
     device: Device
     blocks: Sequence[Block]
     """All blocks, in forward order."""
+    chunks: Sequence[Chunk]
+    """The chunks that this rank updates, in forward order."""
     slices: Sequence[ParamSlice]
     """All slices, in the model's order, in which torch adds norms."""
     group_of: GroupOf
@@ -60,5 +62,7 @@ class UpdateSetup:
     """Steps with gradients of zeros that chunks of the store take later. By default no chunk does."""
     on_device: BufferPool | None = None
     """Buffers in device memory for gradients that devices add. None if all are added on the host."""
+    parked_share: float = 0.0
+    """The share of updates in backward that wait for the next forward, before a plan says so."""
     sums_stay_in_arrival_buffers: bool = False
     """Whether sums stay in arrival buffers, because other ranks read them there."""

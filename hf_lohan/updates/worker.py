@@ -18,6 +18,7 @@ from typing import Literal
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
+from hf_lohan.planner.parking import spread_share
 from hf_lohan.threads import Command, WorkThread
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater
@@ -64,6 +65,8 @@ class UpdateWorker:
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, on_failure)
         self._guess = Guess(setup.group_of)
+        self._chunks = setup.chunks
+        self.park(setup.parked_share)
         self.can_undo: bool | None = None
         """Whether the updates of the step's backward can be undone; None before the first update."""
 
@@ -76,6 +79,11 @@ class UpdateWorker:
         store afterwards."""
         self._queue.wait_for_writes()
         self._handover.forget_written()
+
+    def park(self, share: float) -> None:
+        """Hold this share of the gradients for the next forward. Their updates then run as those that are deferred."""
+        parked = spread_share([chunk.numel for chunk in self._chunks], share)
+        self._parked = {chunk for chunk, is_parked in zip(self._chunks, parked, strict=True) if is_parked}
 
     # Called in backward.
 
@@ -108,12 +116,15 @@ class UpdateWorker:
         """Hold or apply a gradient that is complete on all ranks."""
         try:
             self._held.measure(gradient)
+            is_parked = gradient.chunk in self._parked
             if not self._are_held:
+                if is_parked and self._held.hold_in_shared_ram(gradient):
+                    return
                 if not self._begin_updates():
                     gradient.refuse_not_finite()
                 self._handover.announce([gradient.chunk])
                 self._queue.update(gradient, self._group_of, borrowed=borrowed)
-            elif self._guess.decide(may_guess and self._begin_updates()):
+            elif not is_parked and self._guess.decide(may_guess and self._begin_updates()):
                 self._queue.update(gradient, self._guess.group_of, borrowed=borrowed, is_guess=True)
             else:
                 self._held.hold(gradient, is_final=True)
@@ -183,7 +194,7 @@ class UpdateWorker:
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Applied:
         """Accept or undo guesses. Gradients that are then still held are to be applied. After a right guess, these are
-        the gradients to which the last backward added nothing."""
+        those that are parked, and those to which the last backward added nothing."""
         if not self._are_held:
             self._queue.finish_pending()  # must precede a scheduler's change of hyperparameters
             return "in_backward"

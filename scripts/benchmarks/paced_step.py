@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/paced_step.py --regime all --store /mnt/nvme  # 537M parameters, minutes a turn
     python scripts/benchmarks/paced_step.py --regime bytes --max-grad-norm 1 --clip defer --clip speculate
+    python scripts/benchmarks/paced_step.py --regime balanced --parked auto --parked 0  # without updates in forward
     python scripts/benchmarks/paced_step.py --accumulation 4 --vertical --set prefetch_blocks=3
     python scripts/benchmarks/paced_step.py --drive 400e6 --hidden 1024 --intermediate 4096  # also a paced drive
 
@@ -79,11 +80,17 @@ class Side:
     regime: str
     max_grad_norm: float
     clip: str
+    parked: str
+
+    @property
+    def parked_share(self) -> str | float:
+        return self.parked if self.parked == "auto" else float(self.parked)
 
     @property
     def name(self) -> str:
         clipping = f"{self.max_grad_norm:g} {self.clip}" if self.max_grad_norm else "none"
-        return f"{self.regime}, clip {clipping}"
+        parking = "" if self.parked == "auto" else f", parked {self.parked}"
+        return f"{self.regime}, clip {clipping}{parking}"
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
     """Yield a run after its steps. With `hardware` the run plans for this hardware, at the device's rate of FLOPs."""
-    config = OffloadConfig.load({**work.settings, "_clip": side.clip, "ssd": str(folder / "store")})
+    config = OffloadConfig.load({**work.settings, "_clip": side.clip, "_parked": side.parked_share, "ssd": str(folder / "store")})
     timeline = Timeline(is_tracing=config.trace)
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
     model = work.model(device)
@@ -354,6 +361,7 @@ def take_turn(
             **step,
             "measured_over_simulated": figures["step_s"] / step["simulated_s"],
             "clip_way": plan.plan.clip if plan.plan is not None else None,
+            "parked_share": plan.plan.parked_share if plan.plan is not None else None,
             "clip_rate": summary["clip_rate"],
             "num_redone_steps": summary["num_redone_steps"],
             "last_norm": float(norms[-1]) if norms else None,
@@ -391,6 +399,7 @@ def summarize(side: Side, turns: list[dict[str, Any]]) -> dict[str, Any]:
         "regime": side.regime,
         "max_grad_norm": side.max_grad_norm,
         "clip": side.clip,
+        "parked": side.parked,
         **medians,
         "clip_ways": [turn["clip_way"] for turn in turns],
         "step_s_spread": [min(turn["step_s"] for turn in turns), max(turn["step_s"] for turn in turns)],
@@ -446,8 +455,8 @@ def show(results: list[dict[str, Any]]) -> None:
         )
 
 
-def sides_of(regimes: list[str], norms: list[float], clips: list[str]) -> list[Side]:
-    every = [Side(*parts) for parts in itertools.product(regimes, norms, clips)]
+def sides_of(regimes: list[str], norms: list[float], clips: list[str], parked: list[str]) -> list[Side]:
+    every = [Side(*parts) for parts in itertools.product(regimes, norms, clips, parked)]
     # Without clipping, `clip` has no effect.
     return [side for side in every if side.max_grad_norm or side.clip == clips[0]]
 
@@ -472,6 +481,9 @@ def main(
     link_bytes_per_s: Annotated[float, typer.Option(help="of each direction, between host and device")] = 25e9,
     max_grad_norm: NormsOption = None,
     clip: Annotated[list[str] | None, typer.Option(help="auto, defer, speculate; may be given several times")] = None,
+    parked: Annotated[
+        list[str] | None, typer.Option(help="auto, or the share of updates under the next forward; several times")
+    ] = None,
     activations: Annotated[str, typer.Option(help="where they wait for backward")] = "auto",
     accumulation: Annotated[int, typer.Option(help="micro-batches a step")] = 1,
     vertical: Annotated[bool, typer.Option("--vertical", help="all micro-batches through a block together")] = False,
@@ -484,7 +496,7 @@ def main(
         raise typer.BadParameter(f"--regime {unknown.pop()}; choose one of {', '.join(COMPUTE_OVER_DRIVE)}, or all")
     settings = {**options.budgets, "activations": activations, "vertical_micro_batches": vertical}
     work = Workload(options, settings | parsed_settings(set_), accumulation, link_bytes_per_s, steps_per_turn, drive)
-    sides = sides_of(regimes, max_grad_norm or [0.0, 1.0], clip or ["auto"])
+    sides = sides_of(regimes, max_grad_norm or [0.0, 1.0], clip or ["auto"], parked or ["auto"])
     with folder_in(options.store) as folder, own_cache(folder):
         first = first_run(work, sides[0], folder)
         hardware = measured_hardware(work, folder)

@@ -72,6 +72,8 @@ class Run:
     activations: Literal["recompute", "swap"] = "recompute"
     chunked_layers: int | Literal["auto"] = "auto"
     commit_every: int = 1
+    parked: float | Literal["auto"] = "auto"
+    """The share of updates that wait for the next forward."""
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     bf16: bool = False
     insists: bool = False
@@ -205,6 +207,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "activations": run.activations,
         "chunks.layers": run.chunked_layers,
         "commit_every": run.commit_every,
+        "_parked": run.parked,
         "ranks.timeout": run.net_timeout,
         "embedding": run.embedding,
         "ranks.transport": run.transport,

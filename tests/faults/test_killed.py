@@ -55,6 +55,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, save_steps=3, cpu_memory="7MiB"), 20),
         (Run(num_steps=40, cpu_memory="64MiB"), 20),
         (Run(num_steps=40, optimizer="Muon"), 20),
+        (Run(num_steps=40, parked=0.4, activations="swap"), 20),
         (Run(num_steps=60, bf16=True), 40),
         (Run(num_steps=40, bf16=True, family="mixtral", cpu_memory="64MiB"), 20),
         (Run(num_steps=40, save_steps=3, activations="swap", chunked_layers=6), 20),
@@ -63,6 +64,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
     ],
     ids=[
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
+        "parked-updates",
         *("bfloat16", "bfloat16-experts-in-ram"),
         "in-chunks",
         "experts-behind",
@@ -87,7 +89,8 @@ def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
 
 
 def test_killed_with_streamed_experts(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    run = run_in(tmp_path, Run(family="mixtral", num_steps=6))
+    """Some updates wait for the next forward."""
+    run = run_in(tmp_path, Run(family="mixtral", num_steps=6, parked=0.4))
     done = Interrupter(run, seed=3).interrupt(signal.SIGKILL, 3, ANYWHERE)
     assert {one.exit_code for one in done} == {-signal.SIGKILL}
     check_progress(done, least_distinct_steps=1)

@@ -63,6 +63,7 @@ class LazyBench:
             UpdateSetup(
                 device=CpuDevice(),
                 blocks=self.blocks,
+                chunks=self.chunks,
                 slices=[part for block in self.blocks for part in block.slices],
                 group_of=lambda part: self.group,
                 step_counts=self.step_counts,

@@ -160,6 +160,7 @@ class Bench:
             UpdateSetup(
                 device=CpuDevice(),
                 blocks=[self.block],
+                chunks=self.chunks,
                 slices=self.block.slices,
                 group_of=lambda part: self.groups[-1],
                 step_counts=self.step_counts,

@@ -15,7 +15,7 @@ several ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +35,11 @@ Values: TypeAlias = npt.NDArray[np.float64]
 SHARED_CORES_EFFICIENCY = 0.87
 """Efficiency of cores that compute and also do all other work. If another thread takes a core, the computing threads on
 the other cores wait. Measured on two cores, which were busy for 6.1 of 7.0 core-seconds."""
+WORTH_PARKING = 0.99
+"""Updates are parked if a step then takes less than this share of its time."""
+MORE_PARKED = 1.2
+"""Times as many updates are parked as fit under the forward, where that costs nothing, because the drives are never as
+even as their rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class Choice:
     """Experts that backward loads again to recompute their output."""
     num_expert_calls: Values
     """Layers whose experts backward calls again to recompute their output."""
+    parked_share: Values = field(default_factory=lambda: np.zeros(1))
+    """The share of updates in backward that wait for the next forward instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class ResourceUse:
     def __add__(self, other: ResourceUse) -> ResourceUse:
         return ResourceUse(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
 
-    def __mul__(self, factor: float) -> ResourceUse:
+    def __mul__(self, factor: float | Values) -> ResourceUse:
         return ResourceUse(*(getattr(self, name) * factor for name in _AMOUNTS))
 
 
@@ -230,20 +237,44 @@ class StepCosts:
         self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[StepPhase]:
-        """Return the step's forwards and backwards. Updates run during some of them."""
+        """Return the step's forwards and backwards. Updates run during the first forward and the last backward."""
         forward, backward = self._forward(choice), self._backward(choice)
-        last = self._last_backward(choice)
-        count = self._setup.num_micro_batches
-        if clip == "defer":
-            updating = self._forward_under_update(choice)
-            loads = [(1, True, updating), (count - 1, True, forward), (count - 1, False, backward), (1, False, last)]
-        else:
-            update = self._update(choice) + self._lent()
-            if clip == "speculate":  # spilled gradients are for a wrong guess
-                unread_bytes = self._num_local * choice.spilled_gradient_bytes
-                update = replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
-            loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
+        parked = np.ones(1) if clip == "defer" else choice.parked_share
+        first = forward * (1 - parked) + self._forward_under_update(choice) * parked
+        last = self._last_backward(choice) + self._update_in_backward(choice, clip) * (1 - parked)
+        count = self._setup.num_micro_batches - 1
+        loads = [(1, True, first), (count, True, forward), (count, False, backward), (1, False, last)]
         return [StepPhase(*load) for load in loads if load[0]]
+
+    def _update_in_backward(self, choice: Choice, clip: ClipMode) -> ResourceUse:
+        update = self._update(choice) + self._lent()
+        if clip != "speculate":
+            return update
+        # Spilled gradients are for a wrong guess.
+        unread_bytes = self._num_local * choice.spilled_gradient_bytes
+        return replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
+
+    def parked_share(self, choice: Choice, clip: ClipMode, most: Values) -> Values:
+        """Return the share of updates in backward to park, at most ``most``, and 0 where that does not pay. It is what
+        fits under the forward, or less if the rest fits under the backward."""
+        last = self._last_backward(choice)
+        free = self._share_under(self._forward(choice), self._forward_under_update(choice))
+        late = 1 - self._share_under(last, last + self._update_in_backward(choice, clip))
+        share = np.minimum(most, np.minimum(MORE_PARKED * free, late))
+        parked_s, usual_s = (
+            sum(self.step_s(replace(choice, parked_share=of), clip)) for of in (share, np.zeros(1))
+        )
+        return np.where(parked_s < WORTH_PARKING * usual_s, share, 0.0)
+
+    def _share_under(self, load: ResourceUse, with_update: ResourceUse) -> Values:
+        """Return the share of an update for which a phase does not take longer than without."""
+        before, after = self.lanes(load), self.lanes(with_update)
+        longest: Values = np.maximum.reduce(np.broadcast_arrays(*before.values()))
+        share: Values = np.ones(1)
+        for name, seconds in before.items():
+            more = after[name] - seconds
+            share = np.minimum(share, np.where(more > 0, (longest - seconds) / np.where(more > 0, more, 1.0), 1.0))
+        return share
 
     def _forward_under_update(self, choice: Choice) -> ResourceUse:
         """Return the use of a forward with updates. The forward gets new weights from the updates."""
@@ -290,7 +321,7 @@ class StepCosts:
             # After a wrong guess, updates are repeated during the next forward.
             forward = self._forward(choice)
             done_over_s = self.phase_s(self._forward_under_update(choice)) - self.phase_s(forward)
-            forward_s = forward_s + self._setup.clip_rate * done_over_s
+            forward_s = forward_s + self._setup.clip_rate * (1 - choice.parked_share) * done_over_s
         return forward_s, backward_s
 
     def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:

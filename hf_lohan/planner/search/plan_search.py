@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from hf_lohan.planner.collectives import TriedWay
+from hf_lohan.planner.collectives import ONE_RANK, TriedWay
 from hf_lohan.planner.costs.expert_costs import ExpertCosts
 from hf_lohan.planner.costs.rank_costs import step_costs
-from hf_lohan.planner.costs.step_costs import Choice, Values, operation_s
+from hf_lohan.planner.costs.step_costs import Choice, Values, gradient_itemsize, operation_s
 from hf_lohan.planner.fitting import (
     allocator_bytes,
     device_limit_bytes,
@@ -122,6 +122,12 @@ class _Search:
         """Kept activations and working memory of the choice that needs the least memory of the device."""
         self._resident = setup.resident_records
         self._resident_bytes = sum(record.num_bytes for record in self._resident)
+        self._ram_beside_records = max(0, self._room.cpu_bytes - self._resident_bytes)
+        if setup.activation_cpu_bytes is not None:
+            self._ram_beside_records = min(self._ram_beside_records, setup.activation_cpu_bytes)
+        self._gradient_bytes = experts.gradient_bytes + sum(
+            block.gradient_bytes(gradient_itemsize(model, setup)) for block in model.blocks
+        )
 
     def run(self, swapped_bytes: int | None) -> OffloadPlan:
         found = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
@@ -157,6 +163,20 @@ class _Search:
         return min(
             (best for best, cost in zip(found, costs, strict=True) if cost <= least), key=lambda best: best.busy_s
         )
+
+    def _with_parking(self, choice: Choice, clip: ClipMode) -> Choice:
+        """Return the choice with the updates that are parked. With clipping their gradients are held in any case."""
+        setup, share = self._setup, self._setup.parked_share
+        if clip == "defer" or not self._gradient_bytes:
+            return choice
+        if share is not None:
+            return replace(choice, parked_share=np.full(1, share))
+        most = np.ones(1)
+        if clip == "none":
+            in_ram = choice.swapped_bytes - choice.spilled_bytes
+            # With several ranks only gradients that are held have buffers for this.
+            most = np.clip((self._ram_beside_records - in_ram) / self._gradient_bytes, 0.0, setup.cluster == ONE_RANK)
+        return replace(choice, parked_share=self._costs.parked_share(choice, clip, most))
 
     def _working(self, candidates: Candidates) -> Values:
         """Return the bytes [num_candidates] that candidates need on the device beside slots and kept activations."""
@@ -212,9 +232,7 @@ class _Search:
         return candidates.only(allowed[-1:])
 
     def _choice(self, candidates: Candidates) -> Choice:
-        cpu_bytes = max(0, self._room.cpu_bytes - self._resident_bytes)
-        if self._setup.activation_cpu_bytes is not None:
-            cpu_bytes = min(cpu_bytes, self._setup.activation_cpu_bytes)
+        cpu_bytes = self._ram_beside_records
         spilled_bytes = np.maximum(0.0, candidates.swapped_bytes - cpu_bytes)
         return Choice(
             swapped_bytes=candidates.swapped_bytes,
@@ -238,7 +256,7 @@ class _Search:
     def _best(
         self, candidates: Candidates, working: Values, choice: Choice, clip: ClipMode, *, ignores_drives: bool
     ) -> _Found:
-        shape = choice.swapped_bytes.shape
+        shape, choice = choice.swapped_bytes.shape, self._with_parking(choice, clip)
         forward_s, backward_s = self._costs.step_s(choice, clip)
         step_s = np.broadcast_to(forward_s + backward_s, shape)
         if not ignores_drives:
@@ -252,7 +270,7 @@ class _Search:
     def _assemble(self, best: _Found, refusal: str | None) -> OffloadPlan:
         model, setup = self._model, self._setup
         candidates = best.candidates.only(np.array([best.row]))
-        choice = self._choice(candidates)
+        choice = self._with_parking(self._choice(candidates), best.clip)
         swapped_bytes, spilled_bytes = choice.swapped_bytes.item(), choice.spilled_bytes.item()
         is_swapped, is_recomputed = candidates.swapped.sum() > 0, candidates.num_recomputed[0] > 0
         prediction = self._costs.predict(
@@ -263,7 +281,7 @@ class _Search:
             case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
             kept_bytes=candidates.kept.num_bytes,
             recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
-            tier_bytes=self._tier_bytes(candidates.kept, math.ceil(self._working(candidates).item()), choice),
+            tier_bytes=self._tier_bytes(candidates.kept, math.ceil(self._working(candidates).item()), choice, best.clip),
             fits=refusal is None,
         )
         return OffloadPlan(
@@ -271,6 +289,7 @@ class _Search:
             resident=self._resident,
             activations=self._place(candidates, swapped_bytes - spilled_bytes),
             clip=best.clip,
+            parked_share=choice.parked_share.item(),
             durability=setup.durability,
             commit_every_steps=setup.commit_every_steps or 0,
             num_micro_batches=setup.num_micro_batches,
@@ -290,16 +309,20 @@ class _Search:
             refusal=refusal,
         )
 
-    def _tier_bytes(self, kept: KeptActivations, working_bytes: int, choice: Choice) -> dict[Tier, dict[str, int]]:
+    def _tier_bytes(
+        self, kept: KeptActivations, working_bytes: int, choice: Choice, clip: ClipMode
+    ) -> dict[Tier, dict[str, int]]:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
+        held_bytes = max(0, gradients_in_ram - in_ram)  # gradients for which activations leave no room
+        parked_bytes = math.ceil(choice.parked_share.item() * self._gradient_bytes) if clip == "none" else 0
         num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
         own_bytes = {
             "buffers": setup.cpu_fixed_bytes,
             "records": self._resident_bytes,
             "activations": in_ram,
-            "gradients": max(0, gradients_in_ram - in_ram),  # gradients for which activations leave no room
+            "gradients": held_bytes + parked_bytes,
             **({"weights": copy_bytes} if copy_bytes else {}),
             **({"shared_keys": setup.shared_key_bytes} if setup.shared_key_bytes else {}),
         }
@@ -378,6 +401,7 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
         spilled_gradient_bytes=np.array([float(before.spilled_gradient_bytes)]),
         reloaded_bytes=np.array([float(reloaded_bytes)]),
         num_expert_calls=np.array([float(len(recomputed_experts))]),
+        parked_share=np.array([plan.parked_share]),
     )
     own = replace(setup, commit_every_steps=plan.commit_every_steps)
     decided = {name: getattr(before, name) for name in _DECIDED}

@@ -83,6 +83,7 @@ class StepRules:
     layers_leaving: int
     spilled_gradient_bytes: float
     committed_fraction: float
+    parked_share: float = 0.0
 
 
 def block_works(

@@ -72,6 +72,7 @@ def simulate_step(
     rules = StepRules(
         activations=plan.activations,
         clip=plan.clip,
+        parked_share=plan.parked_share,
         fetch_ahead=plan.fetch_ahead,
         layers_leaving=plan.layers_leaving,
         spilled_gradient_bytes=plan.prediction.spilled_gradient_bytes,

@@ -19,6 +19,7 @@ from hf_lohan.planner.costs.expert_costs import ROUTER_SYNC_S
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import TrainingSetup
+from hf_lohan.planner.parking import spread_share
 from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, NUM_RECALL_BUFFERS, SizeClass
 
 COMPUTE, H2D, D2H, SSD, CPU, HASH = "compute", "h2d", "d2h", "ssd", "cpu", "hash"
@@ -84,8 +85,8 @@ class StepTasks:
         # What the steps so far have left.
         self._compute: int | None = None
         self._in_slots: set[str] = set()
-        self._updates: dict[str, list[tuple[int, int]]] = {}
-        """By block, the tasks of the last update's pieces: (on the CPU, the write)."""
+        self._updates: dict[str, dict[int, tuple[int, int]]] = {}
+        """By block and piece, the tasks of the last update: (on the CPU, the write)."""
         self._cpu_tasks: list[int] = []
         self._writes: list[int] = []
         self._step_writes: list[int] = []
@@ -97,8 +98,9 @@ class StepTasks:
         self._accepted: int | None = None
         """The task after which the thread of updates has taken the last gradient that arrived."""
         self._num_arrived = 0.0
-        self._held: dict[str, list[int]] = {}
-        """By block, the tasks after which the pieces of its held gradient may be applied."""
+        self._held: dict[str, dict[int, int]] = {}
+        """By block and piece, the tasks after which held gradients may be applied."""
+        self._parked = self._parked_pieces()
         self._worker: int | None = None
         """The task after which the thread of updates is free."""
         self._swap_thread: int | None = None
@@ -109,27 +111,28 @@ class StepTasks:
             self._add_step(step)
 
     def _add_step(self, step: int) -> None:
-        is_deferred = self._rules.clip == "defer"
-        if is_deferred and step:
-            held, self._held = self._held, {}
+        held, self._held = self._held, {}
+        if held:
             for work in self._works:
-                if work.name in held:
-                    self._updates[work.name] = []
-                    self._update_held(work, held[work.name])
+                for number, ready in held.get(work.name, {}).items():
+                    self._update_piece(work, number, ready, is_deferred=True)
             self._commit()
         for number in range(self._setup.num_micro_batches):
             self._add_pass(number)
         assert self._compute is not None
         self.ends.append(self._compute)
-        last: list[int | None] = [self._compute]
-        if is_deferred:
-            last += [task for tasks in self._held.values() for task in tasks]
-        else:
+        last: list[int | None] = [self._compute, *(task for tasks in self._held.values() for task in tasks.values())]
+        if self._rules.clip != "defer":
             last += self._step_writes if self._rules.clip == "speculate" else self._cpu_tasks[-1:]
+        if not self._held:
             self._commit()
         self._begin = self.graph.add(NO_LANE, 0.0, last, name="updates")
         if self._rules.clip == "speculate":  # the guesses are right, so held gradients are dropped
-            held_chunks = sum(work.num_chunks for work in self._works if work.is_trained and work.holds_in_buffers)
+            held_chunks = sum(
+                work.num_chunks * (1 - len(self._held.get(work.name, {})) / len(self._chunk_shares(work)))
+                for work in self._works
+                if work.is_trained and work.holds_in_buffers
+            )
             self._release(held_chunks, self._begin)
 
     def _commit(self) -> None:
@@ -213,7 +216,7 @@ class StepTasks:
         if not work.param_bytes:
             return chain
         graph, hardware = self.graph, self._hardware
-        updates = self._updates.get(work.name)
+        updates = self._updates.get(work.name) or None
         comes_from_updates = updates is not None and self._setup.hands_over
         num_pieces = self._num_pieces(work.param_bytes)
         shares = self._chunk_shares(work) if updates is not None else [1 / num_pieces] * num_pieces
@@ -337,14 +340,13 @@ class StepTasks:
         if not work.is_trained:
             return None
         graph, hardware = self.graph, self._hardware
-        updates_now = is_last and self._rules.clip != "defer"
-        if updates_now:
-            self._updates[work.name] = []
+        if is_last:
+            self._updates[work.name] = {}
         shares = self._chunk_shares(work)
         each_chunks = work.num_chunks / len(shares)
-        arrived: list[int] = []
         blocked: int | None = None
         for number, share in enumerate(shares):
+            updates_now = is_last and (work.name, number) not in self._parked
             gradient_bytes, sum_bytes = share * work.gradient_bytes, share * work.spilled_sum_bytes
             spilled_bytes = share * work.spilled_gradient_bytes if is_last else sum_bytes
             half = first if 2 * number < len(shares) else last
@@ -377,11 +379,10 @@ class StepTasks:
                     self._recalled.append(task)
                 elif not (is_first and work.holds_in_buffers):
                     self._release(each_chunks, task)
-            arrived.append(task)
             if updates_now:
-                self._update_piece(work, share, task, is_deferred=False, is_recalled=is_recalled, is_first=is_first)
-        if is_last and not updates_now:
-            self._held[work.name] = arrived
+                self._update_piece(work, number, task, is_deferred=False, is_recalled=is_recalled, is_first=is_first)
+            elif is_last:
+                self._held.setdefault(work.name, {})[number] = task
         return blocked
 
     def _release(self, num_chunks: float, task: int) -> None:
@@ -397,15 +398,10 @@ class StepTasks:
             released.popleft()
         return released[0][1] if released else None
 
-    def _update_held(self, work: BlockWork, ready: Sequence[int]) -> None:
-        """Update a block from its held gradient. ``ready``: for each piece, the task after which it may be applied."""
-        for share, gradient in zip(self._chunk_shares(work), ready, strict=True):
-            self._update_piece(work, share, gradient, is_deferred=True)
-
     def _update_piece(
         self,
         work: BlockWork,
-        share: float,
+        number: int,
         gradient: int,
         *,
         is_deferred: bool,
@@ -414,12 +410,12 @@ class StepTasks:
     ) -> None:
         """Update a piece of a block after the task ``gradient``. ``is_recalled``: its gradient is in a buffer of
         recalled sums, and its own buffer is free."""
-        graph, hardware = self.graph, self._hardware
+        graph, hardware, share = self.graph, self._hardware, self._chunk_shares(work)[number]
         lent_bytes = 0.0 if is_deferred else share * work.lent_bytes
         read_bytes = max(0.0, share * work.update_read_bytes - lent_bytes)
         write_bytes = share * work.update_write_bytes
         spilled_bytes = share * work.spilled_gradient_bytes if is_deferred else 0.0
-        if self._rules.clip == "speculate":
+        if self._rules.clip == "speculate" and not is_deferred:
             write_bytes += share * work.spilled_gradient_bytes  # for a wrong guess
         on_cpu_s = share * work.num_updated / hardware.cpu.optimizer_params_per_s
         if hardware.cpu.checksum_bytes_per_s:
@@ -459,7 +455,7 @@ class StepTasks:
                 self._release(each_chunks, written if is_guess and work.spilled_gradient_bytes else task)
         in_ram = 0.0 if work.holds_in_buffers else work.gradient_bytes - work.spilled_gradient_bytes
         self._change("ram", task, True, -share * in_ram)
-        self._updates[work.name].append((task, written))
+        self._updates[work.name][number] = task, written
 
     def _num_stages(self, work: BlockWork, num_pieces: int) -> int:
         """Return how many pieces an update under a forward reads, updates and writes at a time. It may use the buffers
@@ -501,6 +497,18 @@ class StepTasks:
                 shares = [(1 - work.last_chunk_share) / num_whole] * num_whole + [work.last_chunk_share]
             self._shares[work.name] = shares
         return shares
+
+    def _parked_pieces(self) -> set[tuple[str, int]]:
+        """Return the pieces, by block and number, that are updated during the next forward."""
+        pieces = [
+            ((work.name, number), share * work.num_updated)
+            for work in self._works
+            if work.is_trained
+            for number, share in enumerate(self._chunk_shares(work))
+        ]
+        share = 1.0 if self._rules.clip == "defer" else self._rules.parked_share
+        parked = spread_share([numel for _, numel in pieces], share)
+        return {piece for (piece, _), is_parked in zip(pieces, parked, strict=True) if is_parked}
 
     def _num_pieces(self, num_bytes: float) -> int:
         num_pieces = round(num_bytes / self._buffer_bytes)

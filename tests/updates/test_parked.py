@@ -1,0 +1,66 @@
+"""Updates that wait for the next forward change no bit, with and without clipping, after right and wrong guesses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from clip_norms import CLIPS, LETS_THROUGH
+
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.storage_doubles import SlowBackend
+from hf_lohan.updates.worker import UpdateQueue
+
+TwinsFactory = Callable[..., Any]
+WAYS: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "unclipped": ({"hold_gradients": False, "sums_gradients": False}, [0.0] * 4),
+    "guessed": ({"_clip": "speculate"}, [LETS_THROUGH] * 4),
+    "some redone": ({"_clip": "speculate"}, [LETS_THROUGH, CLIPS, CLIPS, LETS_THROUGH]),
+}
+SEEDS = [
+    pytest.param(way, seed, marks=[] if seed == 0 else pytest.mark.slow) for way in WAYS for seed in range(10)
+]
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Counts updates after backward (True) and in backward (False)."""
+    number: Counter[bool] = Counter()
+    update = UpdateQueue.update
+
+    def counted(queue: UpdateQueue, *args: Any, may_borrow: bool = False, **settings: Any) -> None:
+        number[may_borrow] += 1
+        update(queue, *args, may_borrow=may_borrow, **settings)
+
+    monkeypatch.setattr(UpdateQueue, "update", counted)
+    return number
+
+
+@pytest.mark.parametrize(("way", "seed"), SEEDS)
+def test_late_copies_change_no_bit(
+    way: str, seed: int, updates: Counter[bool], make_twins: TwinsFactory
+) -> None:
+    settings, max_norms = WAYS[way]
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    twins = make_twins(
+        ["llama", "mixtral"][seed % 2],
+        **{"activations": "swap", "cpu_memory": "8MiB", "recompute": True, "device": device, "_parked": 0.4, **settings},
+        backend=SlowBackend(1e-4),
+    )
+    for step, max_norm in enumerate(max_norms):
+        twins.train(1, first_seed=10 * step, max_norm=max_norm)
+    twins.assert_equal()
+    assert device.num_races == 0
+    assert updates[True] > 0 and updates[False] > 0
+    assert twins.engine.clip_history.num_redone == max_norms.count(CLIPS)
+
+
+def test_reads_between_steps_wait_for_parked_updates(updates: Counter[bool], make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", _clip="speculate", _parked=0.4, backend=SlowBackend(1e-3))
+    for step in range(3):
+        twins.train(1, first_seed=10 * step, max_norm=LETS_THROUGH)
+        twins.losses(step)  # a forward alone
+        twins.assert_equal()
+    assert updates[True] > 0
