@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import hf_lohan
+from hf_lohan.cli.plan_options import PlanRequest, Revision, TrustRemoteCode, with_request
 
 if TYPE_CHECKING:
     from hf_lohan.huggingface.generate.text_generation import GenerationFigures
@@ -42,62 +43,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_LoraRank = Annotated[
-    int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
-]
-_Quantize = Annotated[
-    str | None, typer.Option(metavar="M", help="Pack frozen weights as nf4, fp4 or int8. Default: as configured.")
-]
-_Ranks = Annotated[int, typer.Option(metavar="N", help="Number of devices. Each has its own batches.")]
-
-
-def _refuse_boxes(value: int | None) -> None:
-    if value is not None:
-        typer.echo(f"error: --boxes is named --nodes; give --nodes {value}", err=True)
-        raise typer.Exit(2)
-
-
-_Boxes = Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)]
-_Nodes = Annotated[int, typer.Option(metavar="Y", help="Number of machines. All have the same number of ranks.")]
-_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Rate between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
-_Collectives = Annotated[
-    str | None,
-    typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,gradients=int4,within=int8."),
-]
-_Transport = Annotated[
-    str | None,
-    typer.Option(
-        metavar="T", help="How GPUs of a machine get weights and gradients: host or nccl. Default: as --offload."
-    ),
-]
-_GpuLink = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE", help="Rate between GPUs, in each direction: 50GB/s. Default: as --hardware, or assumed."
-    ),
-]
-_ExpertParallel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="W", help="Whether ranks divide a mixture's experts: auto, none, node or world. Default: as --offload."
-    ),
-]
-_Routing = Annotated[
-    str | None,
-    typer.Option(metavar="RUN", help="A run by whose routing of experts to plan. Default: the run that saved MODEL."),
-]
-_SequenceRanks = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Devices of a machine that compute each row together. Default: as --offload."),
-]
-_CHECKPOINT = "A checkpoint folder, a config.json, or the name of a model in the Hub."
-_Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a model in the Hub.")]
-_TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", "--trust_remote_code", help="Run the code that the model has.")
-]
-_Paper = Annotated[
-    bool, typer.Option("--paper", help="Keep all state on the SSDs, as in LoHan's paper. A run also uses RAM.")
-]
 _AS_GIVEN = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -226,35 +171,10 @@ def doctor(
 
 
 @app.command()
+@one_line_errors()
+@with_request("batch_size")
 def plan(
-    batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")],
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help=_CHECKPOINT)] = None,
-    model_option: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Same as MODEL.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(metavar="S", help="Tokens in each sequence, or with --lengths in each packed one.")
-    ] = None,
-    offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
-    hardware: Annotated[
-        str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
-    ] = None,
-    gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
-    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="Norm to clip to; 0 is no clipping.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Dtype of working weights: auto, bfloat16 or float32.")] = "auto",
-    lora_rank: _LoraRank = None,
-    quantize: _Quantize = None,
-    ranks: _Ranks = 1,
-    nodes: _Nodes = 1,
-    boxes: _Boxes = None,
-    link: _Link = None,
-    collectives: _Collectives = None,
-    transport: _Transport = None,
-    gpu_link: _GpuLink = None,
-    expert_parallel: _ExpertParallel = None,
-    routing: _Routing = None,
-    sequence_ranks: _SequenceRanks = None,
-    paper: _Paper = False,
-    revision: _Revision = None,
-    trust_remote_code: _TrustRemoteCode = False,
+    request: PlanRequest,
     lifetimes: Annotated[
         bool,
         typer.Option("--lifetimes", help="Also say when each kind of tensor is in use, and could leave the device."),
@@ -267,93 +187,22 @@ def plan(
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
 ) -> None:
     """Predict how long a training step takes, what bounds it and what would make it faster, without loading weights."""
-    with one_line_errors():
-        from hf_lohan.cli.plan_report import run_plan
-        from hf_lohan.cli.plan_request import PlanRequest
+    from hf_lohan.cli.plan_report import run_plan
 
-        models = [given for given in (model, model_option) if given is not None]
-        if len(models) != 1:
-            raise ValueError(
-                f"{len(models)} models were given; give one: a checkpoint folder, a config.json or a name in the Hub"
-            )
-        request = PlanRequest(
-            model=models[0],
-            batch_size=batch_size,
-            sequence_length=seq_len,
-            offload=offload,
-            hardware=hardware,
-            num_micro_batches=gradient_accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            dtype=dtype,
-            lora_rank=lora_rank,
-            quantize=quantize,
-            num_ranks=ranks,
-            num_nodes=nodes,
-            link=link,
-            collectives=collectives,
-            transport=transport,
-            gpu_link=gpu_link,
-            expert_parallel=expert_parallel,
-            routing=routing,
-            sequence_ranks=sequence_ranks,
-            paper=paper,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        run_plan(request, as_json=as_json, plot=plot, lifetimes=lifetimes, lengths_file=lengths)
+    run_plan(request, as_json=as_json, plot=plot, lifetimes=lifetimes, lengths_file=lengths)
 
 
 @app.command()
+@one_line_errors()
+@with_request()
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_CHECKPOINT)],
-    batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")] = 8,
-    seq_len: Annotated[int | None, typer.Option(metavar="S", help="Default: 2048, or the model's maximum.")] = None,
-    offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
-    hardware: Annotated[
-        str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
-    ] = None,
-    lora_rank: _LoraRank = None,
-    quantize: _Quantize = None,
-    ranks: _Ranks = 1,
-    nodes: _Nodes = 1,
-    boxes: _Boxes = None,
-    link: _Link = None,
-    collectives: _Collectives = None,
-    transport: _Transport = None,
-    gpu_link: _GpuLink = None,
-    expert_parallel: _ExpertParallel = None,
-    routing: _Routing = None,
-    paper: _Paper = False,
-    revision: _Revision = None,
-    trust_remote_code: _TrustRemoteCode = False,
+    request: PlanRequest,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Print in a few lines whether a model can be trained on a machine, how long a step takes and what it needs."""
-    with one_line_errors():
-        from hf_lohan.cli.plan_report import run_estimate
-        from hf_lohan.cli.plan_request import PlanRequest
+    from hf_lohan.cli.plan_report import run_estimate
 
-        request = PlanRequest(
-            model=model,
-            batch_size=batch_size,
-            sequence_length=seq_len,
-            offload=offload,
-            hardware=hardware,
-            lora_rank=lora_rank,
-            quantize=quantize,
-            num_ranks=ranks,
-            num_nodes=nodes,
-            link=link,
-            collectives=collectives,
-            transport=transport,
-            gpu_link=gpu_link,
-            expert_parallel=expert_parallel,
-            routing=routing,
-            paper=paper,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        run_estimate(request, as_json=as_json)
+    run_estimate(request, as_json=as_json)
 
 
 @app.command()
@@ -377,8 +226,8 @@ def generate(
         int,
         typer.Option("--num-processes", "--num_processes", metavar="N", help="Number of ranks that share the weights."),
     ] = 1,
-    revision: _Revision = None,
-    trust_remote_code: _TrustRemoteCode = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither the device nor RAM are read for each token."""
     options = {
@@ -502,8 +351,8 @@ def merge_command(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the merged model.")],
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights. Default: as in BASE.")] = "auto",
-    revision: _Revision = None,
-    trust_remote_code: _TrustRemoteCode = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Merge a saved PEFT adapter into a base model, a weight at a time, and write a plain Hugging Face model."""
     with one_line_errors():

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
+from hf_lohan.cli.plan_options import PlanRequest
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
@@ -55,74 +56,6 @@ _DEFAULT_SEQUENCE_LENGTH = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """The options of `lohan plan`. Raises ValueError for numbers that are too small."""
-
-    model: str
-    revision: str | None = None
-    """Of a model in the Hub."""
-    trust_remote_code: bool = False
-    """Run the code that the model has."""
-    batch_size: int = 8
-    sequence_length: int | None = None
-    """Tokens in each sequence. None is 2048, or the model's maximum if that is less."""
-    offload: str = "lohan"
-    hardware: str | None = None
-    """Path of a hardware profile. With None, this machine is measured."""
-    num_micro_batches: int = 1
-    max_grad_norm: float = 1.0
-    dtype: str = "auto"
-    lora_rank: int | None = None
-    """Rank of adapters on all linear layers of a frozen model. With None, all weights are trained."""
-    quantize: str | None = None
-    """How frozen weights are packed. With None, `offload` decides."""
-    num_ranks: int = 1
-    """Each rank has its own device and batches."""
-    num_nodes: int = 1
-    """All nodes have the same number of ranks."""
-    link: str | None = None
-    """Rate of the link between nodes. None is the rate in the hardware profile."""
-    collectives: str | None = None
-    """How ranks exchange weights and gradients. None is the setting of the configuration."""
-    transport: str | None = None
-    """How the GPUs of a node get weights and gradients. None is the setting of the configuration."""
-    gpu_link: str | None = None
-    """Rate of the links between the GPUs of a node. None is the rate in the hardware profile, or an assumed one."""
-    expert_parallel: str | None = None
-    """Whether ranks divide experts. None is the setting of the configuration."""
-    routing: str | None = None
-    """Output folder of a run by whose routing of experts, and with whose owners, to plan. With None it is the run in
-    whose output folder the model is, if there is one."""
-    sequence_ranks: int | None = None
-    """How many ranks share each row. None is the setting of the configuration."""
-    paper: bool = False
-    """Whether all state is on the SSDs, without copies in RAM, as in LoHan's paper."""
-
-    def __post_init__(self) -> None:
-        at_least_one = {
-            "batch size": self.batch_size,
-            "sequence length": self.sequence_length,
-            "number of gradient accumulation steps": self.num_micro_batches,
-            "rank of LoRA": self.lora_rank,
-            "number of ranks": self.num_ranks,
-            "number of nodes": self.num_nodes,
-            "number of ranks of a row": self.sequence_ranks,
-        }
-        for name, value in at_least_one.items():
-            if value is not None and value < 1:
-                raise ValueError(f"the {name} is {value}; it must be at least 1")
-        if self.max_grad_norm < 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; give 0 for no clipping, or a positive norm")
-        if self.num_ranks % self.num_nodes:
-            raise ValueError(f"{self.num_ranks} ranks on {self.num_nodes} nodes; give each node equally many ranks")
-
-    @property
-    def ranks(self) -> Ranks:
-        """The first rank, which stands for all because they have the same work."""
-        return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_nodes)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedRun(PlannedStep):
     """A plan with the request for it."""
 
@@ -160,7 +93,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         asked = OffloadConfig.load(asked, **{"ranks.transport": request.transport})
     if request.sequence_ranks is not None:
         asked = OffloadConfig.load(asked, **{"ranks.per_row": request.sequence_ranks})
-    check_sequence_ranks(asked.ranks.per_row, request.ranks)
+    # The first rank stands for all, because they have the same work.
+    ranks = Ranks(0, request.num_ranks, 0, request.num_ranks // request.num_nodes)
+    check_sequence_ranks(asked.ranks.per_row, ranks)
     if request.paper:
         asked = OffloadConfig.load(asked, _resident_records="none")
     hardware, device = None, device_for(default_torch_device())
@@ -182,7 +117,6 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
                 cpu_memory=other.ram_factor * ram if isinstance(ram, int) else ram,
                 _resident_records="auto",
             )
-    ranks = request.ranks
     config = asked.resolve(
         host_memory_bytes=host_bytes // ranks.num_local,
         device_memory_bytes=device_bytes,

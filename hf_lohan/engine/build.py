@@ -147,7 +147,7 @@ def build_updates(
         decide=decide_alone if is_alone else agreed_decision(agreement, tiers.store, interval),
     )
     clip_history = ClipHistory("defer", always=config.switches.clip == "speculate")
-    step = StepTransaction(pipeline, clip_history, layout.blocks, ring, commits.keep_what_was_loaded)
+    step = StepTransaction(pipeline, clip_history, layout.blocks, ring)
     agreement.compare_settings(
         lambda: {
             "step": max(step_counts.values(), default=0) + 1,
@@ -434,6 +434,7 @@ def build_pass_parts(
         arrivals=updates.arrivals,
         activations=activations,
         step=updates.step,
+        commits=updates.commits,
         groups=updates.groups,
         plan=plan,
         lifetime=lifetime,

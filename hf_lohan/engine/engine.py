@@ -206,6 +206,7 @@ class OffloadEngine:
         self._pass.recover_before_step()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
+            self.commits.keep_what_was_loaded()
             result = self._step.finish_step(group_of)
         self._prefetcher.foresee_pass(is_training=True)
         self._pass.clock.end_step()
@@ -269,6 +270,7 @@ class OffloadEngine:
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover_before_step()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
+            self.commits.keep_what_was_loaded()
             return self._step.clip_gradients(max_norm, norm_type)
 
     def drop_gradients(self, *, to_none: bool = True) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
+from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
@@ -48,6 +49,7 @@ class PassParts:
     arrivals: GradientArrivals
     activations: ActivationTiers
     step: StepTransaction
+    commits: StepCommits
     groups: ParamGroups
     plan: FollowedPlan
     lifetime: Lifetime
@@ -311,6 +313,8 @@ class ModelPass:
         parts = self._parts
         self._drop_forgotten()
         parts.step.begin_backward()
+        if parts.step.updates_in_backward:
+            parts.commits.keep_what_was_loaded()
         if not parts.step.has_begun_updates:
             parts.groups.note_settings()
         self._is_final = self._is_announced_final and parts.is_final_backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -105,15 +105,11 @@ class StepTransaction:
         clip_history: ClipHistory,
         blocks: Sequence[Block],
         slots: WeightSlots,
-        before_updates: Callable[[], None] = lambda: None,
     ) -> None:
-        """``before_updates`` is called before this rank gives other ranks what their updates need: before a backward
-        with updates, and before the norms are agreed. It may have been called before."""
         self._pipeline = pipeline
         self._clip_history = clip_history
         self._blocks = blocks
         self._slots = slots
-        self._before_updates = before_updates
         self._clip_coefficient = 1.0
         self._max_norm: float | None = None
         """The `max_norm` to which the step's gradients were clipped."""
@@ -160,6 +156,11 @@ class StepTransaction:
             )
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether updates of this step run in its backward."""
+        return self._pipeline.updates_in_backward
+
+    @property
     def has_begun_updates(self) -> bool:
         """Whether backward has updated blocks in the step."""
         return self._pipeline.has_begun_updates
@@ -178,13 +179,6 @@ class StepTransaction:
                 "backward() was called after step() without zero_grad(): torch would add these gradients to those of "
                 "the last step, which are gone; call optimizer.zero_grad() after each step()"
             )
-        if self._pipeline.updates_in_backward:
-            self._before_updates()
-
-    def _agree_on_norms(self, max_norm: float | None = None) -> None:
-        """Wait until the norms of the step's gradients are known. Other ranks may update from then on."""
-        self._before_updates()
-        self._pipeline.wait_for_norms(max_norm)
 
     def undo_guesses(self) -> None:
         """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
@@ -214,7 +208,7 @@ class StepTransaction:
                 f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
                 f"{max_norm:g} would scale them twice; call clip_grad_norm_ once per step, with the smallest max_norm"
             )
-        self._agree_on_norms(max_norm if clips else None)
+        self._pipeline.wait_for_norms(max_norm if clips else None)
         norm = self._pipeline.total_norm()
         if self._max_norm is not None:
             return norm * self._clip_coefficient
@@ -243,7 +237,7 @@ class StepTransaction:
             )
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
-        self._agree_on_norms()  # no gradient may still arrive when the step's norms are forgotten
+        self._pipeline.wait_for_norms()  # no gradient may still arrive when the step's norms are forgotten
         self._refuse_zeros(self._pipeline.with_gradient())
         if self._pipeline.trains_nothing:
             self._abandon()

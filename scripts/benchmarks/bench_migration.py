@@ -5,7 +5,7 @@
     python scripts/benchmarks/bench_migration.py --measure --json solvers.json  # also real steps, some minutes
 
 The cases are LoHan's 13B model on 1 to 12 drives, with little RAM, so that activations spill. The bound is a linear
-program (`hf_lohan.annexes.studies.step_bound`, needs scipy): no placements of activations have a shorter simulated
+program (`step_bound.py`, needs scipy): no placements of activations have a shorter simulated
 step.
 
 Measured steps are those of a small model whose layers compute by waiting (`paced_step.py`), on a slow paced drive to
@@ -32,10 +32,10 @@ import typer
 from benchmarking import Options, facts_of, offloaded_step, table_of
 from paced_step import Workload, keep_for_planner, measured_hardware, one_drive, own_cache, paced_drive
 from rich.console import Console
+from step_bound import least_step_s
 
 from hf_lohan.annexes.studies import solvers
 from hf_lohan.annexes.studies.solvers import choose_solver
-from hf_lohan.annexes.studies.step_bound import least_step_s
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import read_hardware

@@ -1,50 +1,118 @@
-"""What the commits of stores for another number of ranks say, by the commits of the stores that are copied."""
+"""The run whose step is copied to stores for another number of ranks, and the commits of the new stores."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hf_lohan.checkpoint.generations import RESHARDED_FROM, RESHARDED_STORES
 from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.files.durable_file import read_whole, replace_durably
 from hf_lohan.planning.run_plan import CHUNKS_NAME, RUN_ID
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store.versions import TieCodes
 from hf_lohan.updates import MISSED_STEPS_NAME
 
+_RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
+"""Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
+_EPOCH_RANDOM_STATE = "epoch_rng_state"
 
-def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: str) -> None:
-    """Raise ValueError if the commits of these ``journals`` have updates of experts that were deferred."""
-    if any(MISSED_STEPS_NAME in journal for journal in journals):
-        raise ValueError(
-            f"experts.lazy (auto by default) has deferred updates of experts in {directory}, which cannot be applied "
-            "with another number of ranks; train one step with experts.lazy: false first"
+
+@dataclass(frozen=True)
+class OldStore:
+    """What all new ranks must know of an old rank's store, at the commit that is copied."""
+
+    records: tuple[RecordSpec, ...]
+    facts: Mapping[str, Any]
+    journal: Mapping[str, bytes]
+    tie_codes: Mapping[str, tuple[int, TieCodes]]
+    rounds_half_up: bool
+    chunks: bytes | None
+    """The file with the tokens of a chunk, if this store has it and the run has decided them."""
+
+    @classmethod
+    def of(cls, store: Store) -> OldStore:
+        commit, chunks = store.committed, None
+        assert commit is not None
+        with suppress(FileNotFoundError):
+            chunks = read_whole(os.path.join(store.paths[0].path, CHUNKS_NAME))
+            if json.loads(chunks).get(RUN_ID) != commit.facts.get(RUN_ID):  # another run's file
+                chunks = None
+        ties = store.all_tie_codes()
+        return cls(store.records, commit.facts, commit.journal, ties, commit.ties is None, chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldRun:
+    """A run whose step is copied, and the shards that the new ranks get."""
+
+    stores: Sequence[OldStore]
+    """In rank order."""
+    copied: Sequence[tuple[str, int]]
+    """The id of each store, and the number of its newest commit."""
+    shards: Sequence[tuple[RecordSpec, ...]]
+    model: ModelIdentity
+    num_homes: int
+    commit_number: int
+    group_id: str
+    """Of the new commits. Empty for a single rank."""
+    log: bytes
+    model_files: Mapping[str, bytes] | None
+
+    @classmethod
+    def of(
+        cls,
+        first: Store,
+        stores: Sequence[OldStore],
+        copied: Sequence[tuple[str, int]],
+        shards: Sequence[tuple[RecordSpec, ...]],
+    ) -> OldRun:
+        """``first``: the old store of rank 0, open at the commit that is copied."""
+        assert first.committed is not None
+        return cls(
+            stores=stores,
+            copied=copied,
+            shards=shards,
+            model=first.model,
+            num_homes=first.num_homes,
+            commit_number=first.committed.number,
+            group_id=(first.committed.group_id or uuid.uuid4().hex) if len(shards) > 1 else "",
+            log=first.log,
+            model_files=first.model_files,
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all records."""
+        return sum(record.num_bytes for shard in self.shards for record in shard)
 
-def marked_as_copy(facts: Mapping[str, Any], stores: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return the facts of a commit, with the facts that it is a copy of these ``stores``: the id of each old rank's
-    store and the number of its newest commit."""
-    return {**facts, RESHARDED_FROM: len(stores), RESHARDED_STORES: [*map(list, stores)]}
+    def refuse_deferred_steps(self, directory: str) -> None:
+        """Raise ValueError if the commits have updates of experts that were deferred."""
+        if any(MISSED_STEPS_NAME in store.journal for store in self.stores):
+            raise ValueError(
+                f"experts.lazy (auto by default) has deferred updates of experts in {directory}, which cannot be "
+                "applied with another number of ranks; train one step with experts.lazy: false first"
+            )
 
-
-def chunks_of_all(folders: Sequence[str], run_id: str | None) -> bytes | None:
-    """Return the file with the tokens of a chunk that the run has decided, from the first folders of its stores; None
-    if it has decided none."""
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            content = read_whole(os.path.join(folder, CHUNKS_NAME))
-            if json.loads(content).get(RUN_ID) == run_id:  # the file of another run says nothing about this one
-                return content
-    return None
-
-
-def keep_chunks(content: bytes | None, folder: str) -> None:
-    """Write the file of `chunks_of_all` to the first folder of a new store."""
-    if content is not None:
-        replace_durably(os.path.join(folder, CHUNKS_NAME), content)
+    def commit(self, store: Store, rank: int, facts: Mapping[str, Any]) -> None:
+        """Commit the copy of a new rank, with these ``facts`` and those that say what it is a copy of."""
+        store.count_commits_from(self.commit_number, self.group_id)
+        if (chunks := next((old.chunks for old in self.stores if old.chunks is not None), None)) is not None:
+            replace_durably(os.path.join(store.paths[0].path, CHUNKS_NAME), chunks)
+        store.take_tie_codes([old.tie_codes for old in self.stores])
+        store.commit(
+            {**facts, RESHARDED_FROM: len(self.copied), RESHARDED_STORES: [*map(list, self.copied)]},
+            journal_of_rank([old.journal for old in self.stores], rank, len(self.shards)),
+            self.log,
+            model_files=self.model_files,
+            rounds_half_up=any(old.rounds_half_up for old in self.stores),
+        )
 
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -66,3 +134,20 @@ def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mean(numbers: Sequence[float]) -> float:
     return numbers[0] if len({*numbers}) == 1 else sum(numbers) / len(numbers)
+
+
+def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
+    """Return the journal of one of ``num_ranks`` ranks. ``journals`` are those of all ranks of the old stores.
+
+    An additional rank gets a copy of rank 0's journal without its random state. transformers warns about this on
+    resume. All ranks draw an epoch's order from the same random state.
+    """
+    is_old_rank = rank < len(journals)
+    journal: dict[str, bytes] = {}
+    for name, content in journals[rank if is_old_rank else 0].items():
+        match = _RANDOM_STATE.fullmatch(name)
+        if match is None:
+            journal[name] = content
+        elif is_old_rank or match[1] == _EPOCH_RANDOM_STATE:
+            journal[f"{match[1]}.pth" if num_ranks == 1 else f"{match[1]}_{rank}.pth"] = content
+    return journal

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,13 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lohan.annexes.resharding.copied_commits import (
-    chunks_of_all,
-    facts_of_all,
-    keep_chunks,
-    marked_as_copy,
-    refuse_deferred_steps,
-)
+from hf_lohan.annexes.resharding.copied_commits import OldRun, OldStore, facts_of_all
 from hf_lohan.checkpoint.generations import RunStores, newest_common_commits, refuse_steps, stores_of
 from hf_lohan.device import mapped_empty
 from hf_lohan.experts import RoutedRows
@@ -30,10 +22,8 @@ from hf_lohan.files.directories import make_directory
 from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
 from hf_lohan.planner import balanced_experts, most_rows, owned_experts
-from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import RanksDisagreeError
-from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
-from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.layout import granules_of
 from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory
 from hf_lohan.store.record_read import RecordRead
@@ -49,9 +39,6 @@ _READS_AHEAD, _WRITES_BEHIND = 4, 4
 """Pieces that are read and written at once. Each has a buffer of `COPY_BYTES`."""
 _IO_THREADS = 4
 _LOG_EVERY_S = 10.0
-_RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
-"""Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
-_EPOCH_RANDOM_STATE = "epoch_rng_state"
 
 
 @dataclass(frozen=True)
@@ -123,7 +110,6 @@ def reshard(
                 for of_rank in before.folders()
             ]
             commits, copied = _commits_to_copy(old)
-            refuse_deferred_steps([commit.journal for commit in commits], where)
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
             records = [store.records for store in old]
             owners = owners_in(form, records)
@@ -138,16 +124,18 @@ def reshard(
                         f"the experts in {where} already belong to the ranks to which --balance would give them"
                     )
             shards = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
+            run = OldRun.of(old[0], [*map(OldStore.of, old)], copied, shards)
+            run.refuse_deferred_steps(where)
             new: list[Store] = []
-            total_bytes = sum(record.num_bytes for shard in shards for record in shard)
             try:
-                for new_folders, shard in zip(folders, shards, strict=True):
-                    paths = [*map(StorePath, new_folders)]
-                    new.append(stack.enter_context(new_store(paths, shard, old[0].model, old[0].num_homes, io)))
+                for rank, new_folders in enumerate(folders):
+                    new.append(stack.enter_context(new_store([*map(StorePath, new_folders)], run, rank, io)))
                 for store in new:
                     for num_bytes in copy_records(old, store):
-                        on_copied(num_bytes, total_bytes)
-                _commit(old, new, commits, copied)
+                        on_copied(num_bytes, run.num_bytes)
+                joined = facts_of_all([commit.facts for commit in commits])
+                for rank, store in enumerate(new):
+                    run.commit(store, rank, commits[rank].facts if len(new) == len(old) else joined)
             except BaseException:
                 for folder in (path.path for store in new for path in store.paths):
                     with suppress(StorageError):  # the next reshard replaces what is left
@@ -284,15 +272,13 @@ def check_records(
             )
 
 
-def new_store(
-    paths: Sequence[StorePath], records: Sequence[RecordSpec], model: ModelIdentity, num_homes: int, io: IoEngine
-) -> Store:
-    """Create the store of one rank in the folders of a new generation. It may replace a copy that a killed reshard has
-    left. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there meanwhile."""
+def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) -> Store:
+    """Create the store of one new rank in the folders of a new generation. It may replace a copy that a killed reshard
+    has left. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there meanwhile."""
     for path in paths:
         make_directory(path.path)
     refuse_steps([path.path for path in paths])
-    return Store.create(paths, records, model=model, engine=io, num_homes=num_homes)
+    return Store.create(paths, run.shards[rank], model=run.model, engine=io, num_homes=run.num_homes)
 
 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
@@ -302,13 +288,8 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     """
     copied: list[int] = []
     with OverlappedCopies(copied.append) as copies:
-        for piece in pieces_of(new.records, [store.records for store in old]):
-            if piece.source is None:
-                raise StorageError(
-                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
-                    path=" or ".join(store.paths[0].path for store in old),
-                    advice="give the stores of all ranks of the run",
-                )
+        folders = [store.paths[0].path for store in old]
+        for piece in pieces_of(new.records, [store.records for store in old], folders):
             copies.add(old[piece.source], new, piece)
             yield from copied
             copied.clear()
@@ -446,8 +427,8 @@ class Piece:
     dtype: str
     start: int
     stop: int
-    source: int | None
-    """The index of the shard; None if no shard has the first element."""
+    source: int
+    """The index of the shard."""
 
     def in_memory(self, memory: Tensor) -> Tensor:
         """Return the beginning of ``memory``, a tensor of bytes, as this piece's elements."""
@@ -455,8 +436,11 @@ class Piece:
         return memory[: (self.stop - self.start) * dtype.itemsize].view(dtype)
 
 
-def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]]) -> Iterator[Piece]:
-    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``."""
+def pieces_of(
+    records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
+) -> Iterator[Piece]:
+    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``. Raises `StorageError`,
+    which names the shards' ``folders``, if no shard has an element."""
     by_name: dict[tuple[str, str], list[tuple[int, RecordSpec]]] = {}
     for number, shard in enumerate(shards):
         for part in shard:
@@ -474,42 +458,12 @@ def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpe
                 ),
                 (None, end),
             )
+            if source is None:
+                raise StorageError(
+                    f"no element {start} of {record.kind} of {record.block} is in",
+                    path=" or ".join(folders),
+                    advice="give the stores of all ranks of the run, or resume from a checkpoint",
+                )
             stop = min(shard_end, end, start + numel_at_once)
             yield Piece(record.block, record.kind, record.dtype, start, stop, source)
             start = stop
-
-
-def _commit(
-    old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit], copied: Sequence[tuple[str, int]]
-) -> None:
-    all_facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
-    group_id = commits[0].group_id or uuid.uuid4().hex
-    chunks = chunks_of_all([store.paths[0].path for store in old], commits[0].facts.get(RUN_ID))
-    for rank, store in enumerate(new):
-        keep_chunks(chunks, store.paths[0].path)
-        source = old[rank if rank < len(old) else 0]
-        if len(new) > 1:
-            store.agree_on_commits(ImmediateAgreement(group_id))
-        store.count_commits_from(commits[0].number)
-        journal = journal_of_rank(journals, rank, len(new))
-        facts = marked_as_copy(commits[rank].facts if len(new) == len(old) else all_facts, copied)
-        store.take_tie_codes([shard.all_tie_codes() for shard in old])
-        half_up = any(commit.ties is None for commit in commits)
-        store.commit(facts, journal, source.log, model_files=source.model_files, rounds_half_up=half_up)
-
-
-def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
-    """Return the journal of one of ``num_ranks`` ranks. ``journals`` are those of all ranks of the old stores.
-
-    An additional rank gets a copy of rank 0's journal without its random state. transformers warns about this on
-    resume. All ranks draw an epoch's order from the same random state.
-    """
-    is_old_rank = rank < len(journals)
-    journal: dict[str, bytes] = {}
-    for name, content in journals[rank if is_old_rank else 0].items():
-        match = _RANDOM_STATE.fullmatch(name)
-        if match is None:
-            journal[name] = content
-        elif is_old_rank or match[1] == _EPOCH_RANDOM_STATE:
-            journal[f"{match[1]}.pth" if num_ranks == 1 else f"{match[1]}_{rank}.pth"] = content
-    return journal

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import base64
 import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lohan.annexes.resharding.copied_commits import (
-    chunks_of_all,
-    facts_of_all,
-    keep_chunks,
-    marked_as_copy,
-    refuse_deferred_steps,
-)
+from hf_lohan.annexes.resharding.copied_commits import OldRun, OldStore, facts_of_all
 from hf_lohan.annexes.resharding.reshard import (
     COPY_BYTES,
     OverlappedCopies,
@@ -31,7 +24,6 @@ from hf_lohan.annexes.resharding.reshard import (
     check_records,
     checksums_of,
     io_engine,
-    journal_of_rank,
     new_store,
     owners_in,
     pieces_of,
@@ -50,10 +42,9 @@ from hf_lohan.files import (
 )
 from hf_lohan.files.data_file import byte_tensor
 from hf_lohan.model import Block, StoredForm
-from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
-from hf_lohan.store.versions import Checksums, TieCodes
+from hf_lohan.store.versions import Checksums
 
 _TOGETHER_BYTES = 256 << 20
 """Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
@@ -81,36 +72,30 @@ def reshard_together(
         io = io_engine()
         stack.callback(io.close)
         old = _describe(found, links, io, form_of)
-        new = old.shards[links.ranks.rank]
         if opened is None:
             folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
             all_free = [None] * len(folders)
             paths = [StorePath(*of_path) for of_path in zip(folders, capacities or all_free, strict=True)]
             with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
                 try:
-                    store = new_store(paths, new, old.model, old.num_homes, io)
+                    store = new_store(paths, old, links.ranks.rank, io)
                 except CapacityError as error:
                     raise CapacityError(error.shortfalls, may_delete=found.may_delete(links.ranks.rank)) from error
                 stack.push(store)
         else:
             store = opened[0]
-            _refuse_another_model(store, new, old)
+            _refuse_another_model(store, old.shards[links.ranks.rank], old)
         loaded = () if opened is None else opened[1]
-        total_bytes = sum(record.num_bytes for shard in old.shards for record in shard)
         lane = links.open("pieces of old stores", carries="weights", stops_compute=True)
+
+        def copied(num_bytes: int) -> None:
+            on_copied(num_bytes, old.num_bytes)
+
         for writer in range(links.ranks.num_ranks):
-            _copy_shard(
-                found, old, store, loaded, writer, links, lane, io, lambda num_bytes: on_copied(num_bytes, total_bytes)
-            )
-        copied = [(seen.store_id, seen.newest) for seen in _stores(found)]
-        facts = marked_as_copy(facts_of_all(old.facts), copied)
+            _copy_shard(found, old, store, loaded, writer, links, lane, io, copied)
+        facts = facts_of_all([of_rank.facts for of_rank in old.stores])
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
-        group_id, number = found.last.key
-        store.count_commits_from(number, (group_id or old.new_group_id) if len(old.shards) > 1 else "")
-        keep_chunks(old.chunks, store.paths[0].path)
-        journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
-        store.take_tie_codes(old.tie_codes)
-        store.commit(facts, journal, old.log, model_files=old.model_files, rounds_half_up=old.rounds_half_up)
+        old.commit(store, links.ranks.rank, facts)
         links.barrier("the new stores to be committed")
 
 
@@ -120,7 +105,7 @@ def _stores(found: RunStores) -> list[SeenStore]:
     return [found.found.stores[rank] for rank in range(found.num_ranks)]
 
 
-def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> None:
+def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: OldRun) -> None:
     """Raise `ForeignStoreError` if this rank's open store cannot get the old run's records."""
     where = opened.paths[0].path
     if opened.num_homes != old.num_homes:
@@ -171,111 +156,61 @@ def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
     return block.name
 
 
-@dataclass(frozen=True)
-class _OldRun:
-    """What all ranks must know of the old stores."""
-
-    records: Sequence[tuple[RecordSpec, ...]]
-    """By old rank."""
-    facts: Sequence[Mapping[str, Any]]
-    journals: Sequence[Mapping[str, bytes]]
-    tie_codes: Sequence[Mapping[str, tuple[int, TieCodes]]]
-    rounds_half_up: bool
-    shards: Sequence[tuple[RecordSpec, ...]]
-    """The records of each rank of this run."""
-    model: ModelIdentity
-    num_homes: int
-    log: bytes
-    model_files: Mapping[str, bytes] | None
-    chunks: bytes | None
-    """The file with the tokens of a chunk that the run has decided."""
-    new_group_id: str
-
-
-def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> _OldRun:
-    described, stores = {}, _stores(found)
-    for seen in stores:
+def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> OldRun:
+    """Return what all ranks must know of the old run. Each rank tells what it is the first to see."""
+    seen_stores, key, num_ranks = _stores(found), found.last.key, links.ranks.num_ranks
+    own = {}
+    for seen in seen_stores:
         if seen.seen_by == links.ranks.rank:
-            with _opened(seen.directories, found.last.key, io) as store:
-                described[seen.rank] = _description(store)
-    packed = links.all_gather("what the old stores hold", json.dumps(described).encode())
-    by_rank = {int(rank): content for of_rank in packed for rank, content in json.loads(of_rank).items()}
-    every = [by_rank[rank] for rank in range(found.num_ranks)]
-    records, journals = [_records(own["records"]) for own in every], [_decoded(own["journal"]) for own in every]
-    of_run = {}
-    first_store = stores[0]
-    if first_store.seen_by == links.ranks.rank:
-        with _opened(first_store.directories, found.last.key, io) as store:
+            with _opened(seen.directories, key, io) as store:
+                own[seen.rank] = asdict(OldStore.of(store))
+    told = links.all_gather("what the old stores hold", _packed(own))
+    by_rank = {int(rank): fields for of_rank in told for rank, fields in _unpacked(of_rank).items()}
+    stores = [_old_store(by_rank[rank]) for rank in range(found.num_ranks)]
+    records, run, first = [old.records for old in stores], {}, seen_stores[0]
+    if first.seen_by == links.ranks.rank:
+        with _opened(first.directories, key, io) as store:
             form = form_of(store)
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
-            of_run = _description_of_run(store, old_shards, records_by_rank(form, links.ranks.num_ranks))
-    told = links.all_gather("how the new stores are divided", json.dumps(of_run).encode())
-    first = next(filter(None, map(json.loads, told)))
-    check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in stores])
-    refuse_deferred_steps(journals, stores[0].directories[0])
-    return _OldRun(
-        records,
-        [content["facts"] for content in every],
-        journals,
-        [
-            {
-                block: (first, np.frombuffer(base64.b64decode(codes), np.int16))
-                for block, first, codes in own["tie_codes"]
-            }
-            for own in every
-        ],
-        any(own["rounds_half_up"] for own in every),
-        [_records(shard) for shard in first["shards"]],
-        ModelIdentity(**first["model"]),
-        first["num_homes"],
-        base64.b64decode(first["log"]),
-        None if first["model_files"] is None else _decoded(first["model_files"]),
-        next((base64.b64decode(content["chunks"]) for content in every if content["chunks"] is not None), None),
-        first["new_group_id"],
-    )
-
-
-def _description(store: Store) -> dict[str, Any]:
-    assert store.committed is not None
-    chunks = chunks_of_all([store.paths[0].path], store.committed.facts.get(RUN_ID))
-    return {
-        "chunks": None if chunks is None else base64.b64encode(chunks).decode(),
-        "records": [asdict(record) for record in store.records],
-        "facts": dict(store.committed.facts),
-        "journal": _encoded(store.committed.journal),
-        "rounds_half_up": store.committed.ties is None,
-        "tie_codes": [
-            (block, first, base64.b64encode(codes.tobytes()).decode())
-            for block, (first, codes) in store.all_tie_codes().items()
-        ],
+            copied = [(seen.store_id, seen.newest) for seen in seen_stores]
+            described = OldRun.of(store, [], copied, records_by_rank(form, num_ranks))
+            run = {**asdict(described), "old_shards": [[*map(asdict, shard)] for shard in old_shards]}
+    told = links.all_gather("how the new stores are divided", _packed(run))
+    fields = next(filter(None, map(_unpacked, told)))
+    old_shards = [_records(shard) for shard in fields.pop("old_shards")]
+    check_records(old_shards, records, [seen.directories[0] for seen in seen_stores])
+    fields |= {
+        "stores": stores,
+        "shards": [*map(_records, fields["shards"])],
+        "model": ModelIdentity(**fields["model"]),
     }
+    old = OldRun(**fields)
+    old.refuse_deferred_steps(first.directories[0])
+    return old
 
 
-def _description_of_run(
-    store: Store, old_shards: Sequence[Sequence[RecordSpec]], shards: Sequence[Sequence[RecordSpec]]
-) -> dict[str, Any]:
-    files = store.model_files
-    return {
-        "old_shards": [[asdict(record) for record in shard] for shard in old_shards],
-        "shards": [[asdict(record) for record in shard] for shard in shards],
-        "model": store.model.to_json(),
-        "num_homes": store.num_homes,
-        "log": base64.b64encode(store.log).decode(),
-        "model_files": None if files is None else _encoded(files),
-        "new_group_id": uuid.uuid4().hex,
-    }
+def _old_store(fields: Mapping[str, Any]) -> OldStore:
+    ties = {block: (first, np.frombuffer(codes, np.int16)) for block, (first, codes) in fields["tie_codes"].items()}
+    return OldStore(**{**fields, "records": _records(fields["records"]), "tie_codes": ties})
 
 
 def _records(shard: Sequence[Mapping[str, Any]]) -> tuple[RecordSpec, ...]:
     return tuple(RecordSpec(**fields) for fields in shard)
 
 
-def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+_BYTES = "base64"
 
 
-def _decoded(files: Mapping[str, str]) -> dict[str, bytes]:
-    return {name: base64.b64decode(content) for name, content in files.items()}
+def _packed(fields: Mapping[Any, Any]) -> bytes:
+    """Return JSON. Bytes and arrays in it are bytes for `_unpacked`."""
+    return json.dumps(fields, default=lambda content: {_BYTES: base64.b64encode(content).decode()}).encode()
+
+
+def _unpacked(text: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(
+        text, object_hook=lambda fields: base64.b64decode(fields[_BYTES]) if [*fields] == [_BYTES] else fields
+    )
+    return content
 
 
 def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> Store:
@@ -295,7 +230,7 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
 
 def _copy_shard(
     found: RunStores,
-    old: _OldRun,
+    old: OldRun,
     new: Store,
     loaded: Sequence[Block],
     writer: int,
@@ -309,22 +244,16 @@ def _copy_shard(
     rank is sent when all before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}
-    copied_bytes, folder = 0, _stores(found)[0].directories[0]
+    copied_bytes, folders = 0, [seen.directories[0] for seen in _stores(found)]
 
     def check(piece: Piece, content: Tensor, checksums: Checksums) -> None:
         if loaded:
-            _refuse_another_base(new, loaded, piece, content, checksums, folder)
+            _refuse_another_base(new, loaded, piece, content, checksums, folders[0])
 
     with ExitStack() as stack:
         stores: dict[int, Store] = {}
         copies = stack.enter_context(OverlappedCopies(on_copied, check))
-        for piece in pieces_of(old.shards[writer], old.records):
-            if piece.source is None:
-                raise StorageError(
-                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
-                    path=folder,
-                    advice="resume from a checkpoint",
-                )
+        for piece in pieces_of(old.shards[writer], [of_rank.records for of_rank in old.stores], folders):
             reader, content = reader_of[piece.source], piece.in_memory(memory)
             copied_bytes += content.nbytes
             if reader != writer or copied_bytes >= _TOGETHER_BYTES:
@@ -332,8 +261,8 @@ def _copy_shard(
                 copies.finish()
                 links.barrier("the stores to be resharded")  # the writer has written what it got before
             if me == reader and piece.source not in stores:
-                folders = found.visible[me, piece.source]
-                stores[piece.source] = stack.enter_context(_opened(folders, found.last.key, io))
+                seen = found.visible[me, piece.source]
+                stores[piece.source] = stack.enter_context(_opened(seen, found.last.key, io))
             if me == reader == writer:
                 copies.add(stores[piece.source], new, piece)
                 continue
@@ -354,7 +283,7 @@ def _copy_shard(
                     raise CorruptionError(
                         f"{piece.kind} of {piece.block}, elements {piece.start} to {piece.stop}, changed on the way "
                         f"from rank {reader} to rank {me}; it was read without damage from",
-                        path=_stores(found)[piece.source].directories[0],
+                        path=folders[piece.source],
                         advice="check the network and the memory of both machines, and start again",
                     )
                 check(piece, content, checksums)

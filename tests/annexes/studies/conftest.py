@@ -1,4 +1,5 @@
-"""Import fixtures of models for plans. Makes the papers' machines and models of tests/planner importable."""
+"""Import fixtures of models for plans. Makes the papers' machines and models of tests/planner importable, and the bound
+of scripts/benchmarks."""
 
 from __future__ import annotations
 
@@ -8,5 +9,6 @@ from pathlib import Path
 from planned_models import equal_requests_planned_once, tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "planner"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "benchmarks"))
 
 __all__ = ["equal_requests_planned_once", "tiny"]

@@ -10,13 +10,13 @@ import pytest
 from decoder_shapes import decoder, machine, machines, mixed_models, paper_setup, setups, tiny_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from step_bound import least_step_s
 from test_paper_table import OUR_STATES, machine_with, setup
 
 from hf_lohan.annexes.studies import solvers
 from hf_lohan.annexes.studies.placed_plan import fullest_bytes, placed_by_layer, with_placements
 from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.annexes.studies.solvers import EQUALLY_SHORT, choose_solver, spread_placements
-from hf_lohan.annexes.studies.step_bound import least_step_s
 from hf_lohan.planner import INPUT, HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup, plan_offload
 
 
