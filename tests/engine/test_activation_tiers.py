@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import model_of
+from async_device import AsyncDevice
 from layered_model import OPERATIONS, WIDTH, Layer, LayeredModel, all_equal
 from mixtures import all_in, random_mixture
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from hf_lohan.compat.torch_private import StorageWeakRef
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.planner import INPUT, Placement
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]

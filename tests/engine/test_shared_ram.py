@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
 from engines import PlannedError
 from torch import Tensor
@@ -28,7 +29,6 @@ from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planner.search.candidate_memory import held_beside
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 

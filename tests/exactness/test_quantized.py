@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from equal_tensors import assert_same_tensors
 from interrupted_runs import InterruptAfter, interrupt
 from packed_bases import take_decoded
@@ -41,7 +42,6 @@ from hf_lohan.model.packed_weights import name_in_base, packed_forms
 from hf_lohan.planner import Quantization
 from hf_lohan.planning import lay_out
 from hf_lohan.quantize import values_of
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 peft = pytest.importorskip("peft")

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from engines import Twins, TwinsFactory
 from torch import Tensor, nn
-
-from hf_lohan.testing.async_device import AsyncDevice
 
 LAZY: dict[str, Any] = {"experts": "streamed", "experts.lazy": True}
 

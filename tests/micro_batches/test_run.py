@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, train
 
 from hf_lohan.engine import EngineEvents
 from hf_lohan.model import ParamSlice
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 
 

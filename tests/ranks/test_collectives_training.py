@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
@@ -23,7 +24,6 @@ from hf_lohan.engine import ranks as engine_ranks
 from hf_lohan.planner import Collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 

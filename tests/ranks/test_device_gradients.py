@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import test_branches
 import torch
+from async_device import AsyncDevice
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from gloo_devices import gloo_between_cpus
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
 from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
@@ -40,8 +42,6 @@ from hf_lohan.ranks import (
     RankTimeoutError,
 )
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals

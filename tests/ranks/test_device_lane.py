@@ -17,7 +17,9 @@ import embedding_ranks
 import pytest
 import test_packed_weights
 import torch
+from async_device import AsyncDevice
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from gloo_devices import gloo_between_cpus
 from packed_bases import base_of
 from test_training import NUM_STEPS, Trained, train_rank, train_stock
 from torch import Tensor
@@ -32,8 +34,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import LaneClosedError
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from embedding_ranks import (
     WORDS,
@@ -28,7 +29,6 @@ from hf_lohan.model import rows_between
 from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import TableRows
 from hf_lohan.ranks.collectives.node_sums import SUM_PIECE_NUMEL
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("cuts_small_tables")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from divided_experts import (
     CHOICES,
@@ -41,7 +42,6 @@ from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 

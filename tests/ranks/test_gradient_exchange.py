@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from gloo_devices import gloo_between_cpus
 from torch import Tensor
 
 from hf_lohan.ranks import (
@@ -22,7 +23,6 @@ from hf_lohan.ranks import (
 from hf_lohan.ranks.collectives import node_sums
 from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums
 from hf_lohan.ranks.transport import watch
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1), (6, 2), (8, 2)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from engines import resolved
 from packed_bases import Base, base_of
 from torch import Tensor
@@ -21,7 +22,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
 from hf_lohan.ranks import WEIGHTS_INT8, BlockCodec, Links, MeasuredCodec, Ranks
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import run_ranks
 from hf_lohan.weights import NodeShards

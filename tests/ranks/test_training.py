@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from torch import Tensor
@@ -21,7 +22,6 @@ from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from recorded_disk import PowerCut, RecordedDisk
 from versioned_stores import MODEL, write_some
 from versioned_stores import TWO_RECORDS as RECORDS
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, Store
-from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 

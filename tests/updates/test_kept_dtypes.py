@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
 from torch import Tensor
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 

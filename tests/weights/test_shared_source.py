@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
