@@ -35,7 +35,7 @@ def other_settings(folder: Path) -> dict[str, Any]:
     return {"cpu_memory": "64MiB", "gpu_memory": "8MiB", "ssd": [str(folder / "a"), str(folder / "b")]}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @FORMATS
 @pytest.mark.parametrize("family", ["opt", "mixtral"])
 def test_a_round_trip_into_an_engine_with_other_budgets(
@@ -111,6 +111,7 @@ def test_frozen_parameters_have_no_saved_states(offload: Offload, tmp_path: Path
     assert "lm_head.weight" in index["parameters"]
 
 
+@pytest.mark.slow
 def test_files_do_not_depend_on_budgets_or_paths(offload: Offload, tmp_path: Path) -> None:
     """States from other chunks and two drives give the same bytes."""
     folders = [tmp_path / "first", tmp_path / "second"]

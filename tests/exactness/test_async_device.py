@@ -199,6 +199,7 @@ def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Sizes]
         return outcome, {name: layer.sizes() for name, layer in engine.planned_memory.trace.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 @pytest.mark.parametrize("mode", slow_but(["chunks, swap"], ["chunks", "chunks, swap"]))
 def test_late_copies_change_no_bit_of_chunks(

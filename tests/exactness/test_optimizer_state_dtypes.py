@@ -74,7 +74,7 @@ def test_losses_are_close_to_those_with_float32_moments(working_dtype: torch.dty
         assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) < tolerance, dtype
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "offload",
     [
@@ -113,6 +113,7 @@ def test_resuming_from_the_last_step_changes_no_bit(
     assert_same(run_with(tmp_path, dtype, resume=resume), undisturbed_runs[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
     dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path
@@ -128,6 +129,7 @@ def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
     assert_same(resumed, undisturbed_runs[dtype])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("saved", "wanted"), [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
 def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: Path) -> None:
     run_with(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
@@ -143,6 +145,7 @@ def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: 
     trainer.offload_engine.close()
 
 
+@pytest.mark.slow
 def test_an_old_index_without_a_dtype_means_float32(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = run_with(tmp_path / "run", "float32", **settings)
@@ -162,6 +165,7 @@ def frozen_and_tied(family: str) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "family"), [pytest.param("bfloat16", "opt", marks=pytest.mark.slow), ("int8", "mixtral")]
 )

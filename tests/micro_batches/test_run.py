@@ -72,7 +72,7 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     assert sorted(sent) == sorted(name for name, _ in twins.stock.named_parameters())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "settings",

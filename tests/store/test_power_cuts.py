@@ -154,7 +154,7 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, State])
     return key
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("lives_in_ram", [False, True])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_a_power_cut_with_two_homes_leaves_a_complete_state(

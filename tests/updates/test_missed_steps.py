@@ -45,7 +45,7 @@ def both(make: MakeBench, form: MasterFormat = FORMS[1], **settings: Any) -> tup
     return make(form, **settings), make(form, most=0, **settings)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype}")
 @pytest.mark.parametrize("mode", ["deferred", "in_backward", "accepted", "redone"])
 def test_readers_see_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:
@@ -136,6 +136,7 @@ def test_experts_that_no_backward_passed_take_no_step(make: MakeBench) -> None:
     assert_equal(lazy, eager)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk_numel", [CHUNK_NUMEL, 3 * CHUNK_NUMEL])
 def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> None:
     """The store may be opened with other chunks and without lazy experts."""

@@ -227,6 +227,7 @@ class World:
         )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "num_local", "room"),
     [
@@ -254,6 +255,7 @@ def test_each_use_sees_the_last_update_in_many_programs(seed: int, tmp_path: Pat
     world.run(world.write(seed, num_passes=8, oddity=0.3), seed)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_shared_memory_is_overwritten_before_it_is_copied(seed: int, tmp_path: Path) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
@@ -314,6 +316,7 @@ def run_different(world: World, seed: int, num_steps: int) -> None:
     )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "num_local", "room"), [(0, 2, 2, 1.0), (1, 2, 1, 2.0), (2, 3, 3, 1.5), (3, 4, 2, 1.0)]
 )
@@ -334,6 +337,7 @@ def test_ranks_that_run_different_layers_see_the_last_update_in_many_programs(se
     run_different(world, seed, num_steps=5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_slot_is_overwritten_too_early_by_ranks_that_run_different_layers(seed: int, tmp_path: Path) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
