@@ -103,6 +103,9 @@ def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> N
         "% of forward's FLOPs",
         "they last",
         "one more SSD like the first",
+        "optimizer_state_dtype: bfloat16 (rounds)",
+        "optimizer_state_dtype: int8 (rounds)",
+        "stochastic_rounding: true (rounds)",
     ):
         assert text in result.stdout
     assert "fits without offloading" not in result.stdout

@@ -23,6 +23,7 @@ FORMS = [
     master_format(torch.bfloat16),
     master_format(torch.bfloat16, "bfloat16"),
     master_format(torch.float32, "int8"),
+    master_format(torch.bfloat16, "int8_stochastic"),
 ]
 MakeBench = Callable[..., LazyBench]
 
