@@ -51,7 +51,7 @@ RESTRICTED = {
     "files": {"threads", "timeline", "wording"},
     "store": {"compat", "device", "files", "threads", "timeline", "wording"},
     "ranks": {"compat", "device", "files", "planner", "threads", "timeline", "wording"},
-    "optim": {"compat"},
+    "optim": {"compat", "wording"},
     "quantize": {"planner"},
     "report": {"config", "timeline", "wording"},
 }

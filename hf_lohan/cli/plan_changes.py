@@ -74,7 +74,7 @@ def small_states(planned: PlannedRun) -> list[NearestChange]:
         if form == STOCHASTIC:
             settings = {"optimizer_state_dtype": "auto", "stochastic_rounding": True}
         with suppress(BudgetError):
-            changed = plan_run(planned.request, OtherMachine(_updating(planned, form), settings))
+            changed = plan_run(planned.request, OtherMachine(_updating(planned, form), tuple(settings.items())))
             faster = changed.plan.prediction.tokens_per_s / planned.plan.prediction.tokens_per_s
             changes.append(NearestChange(f"{states_setting(form)} (rounds)", changed, faster))
     return [change for change in changes if change.planned.plan.fits]

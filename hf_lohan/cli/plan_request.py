@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class OtherMachine:
     """A machine and settings to plan for instead of the request's."""
 
     hardware: HardwareProfile
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[tuple[str, Any], ...] = ()
     """Settings that differ from those of the request."""
     ram_factor: int = 1
     """Multiplies the RAM and `cpu_memory`. The additional RAM may hold copies of records."""
@@ -111,7 +111,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         host_bytes, device_bytes = hardware.cpu.memory_bytes, hardware.device.memory_bytes
         memory_is_host = hardware.device.shares_cpu
     if other is not None:
-        asked = OffloadConfig.load(asked, **other.settings)
+        asked = OffloadConfig.load(asked, **dict(other.settings))
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:
             ram = asked.cpu_memory
