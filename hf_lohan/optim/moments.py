@@ -40,7 +40,8 @@ class RoundedSpan:
     stop: int
     step: int
     position: int
-    """Offset of element `start` in the block's records."""
+    """Offset of element `start` in the block's records. If updates round weights, in the parameter, from an offset that
+    its name gives."""
 
 
 class BFloat16Moments:

@@ -9,6 +9,7 @@ run on a tile while the tile is in a core's cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -133,20 +134,23 @@ def adamw_in_tiles_(
         if form.has_residual:
             new_ties.append(encode_master_(master, tile["param"], tile["master_residual"]) + start)
         for segment in inside:
-            span = RoundedSpan(segment.start, segment.stop, segment.step, position + start + segment.start)
-            if form.rounds_weights:
-                _round_weights_(master, tile["param"], segment, span, scratch[:2].view(torch.int32))
+            offset = position + start + segment.start
+            if form.rounds_weights:  # the noise does not depend on where the parameter is in its block
+                first = offset - segment.origin
+                _round_weights_(master, tile["param"], segment, first, scratch[:2].view(torch.int32))
+                offset = first + crc32(segment.parameter.encode())
+            span = RoundedSpan(segment.start, segment.stop, segment.step, offset)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
     if form.has_residual:
         close_ties_(records["master_residual"], torch.cat(new_ties), records[TIE_CODES])
 
 
-def _round_weights_(master: Tensor, weights: Tensor, segment: Segment, span: RoundedSpan, scratch: Tensor) -> None:
-    """Round the segment's elements of a float32 tile to bfloat16 ``weights``. ``scratch`` is int32 [2, numel]."""
+def _round_weights_(master: Tensor, weights: Tensor, segment: Segment, first: int, scratch: Tensor) -> None:
+    """Round the segment's elements of a float32 tile, from the parameter's element ``first`` on, to bfloat16
+    ``weights``. ``scratch`` is int32 [2, numel]."""
     group, part = segment.group, slice(segment.start, segment.stop)
     assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
     key = f"{group.rounding_seed} {segment.step} {segment.parameter}"
-    first = span.position - segment.origin
     noise = rounding_noise.hashed_integers(key, first, segment.stop - segment.start, scratch)
     round_to_bfloat16_(master[part], noise, weights[part])
 

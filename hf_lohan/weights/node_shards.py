@@ -29,6 +29,7 @@ from hf_lohan.ranks import (
     MeasuredCodec,
     RankLane,
     Ranks,
+    RanksDisagreeError,
     StepDelta,
     bytes_of,
 )
@@ -188,7 +189,8 @@ def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 class NodeShards:
-    """The shards that one rank sends and receives. One thread calls `exchange`, and another all other methods."""
+    """The shards that one rank sends and receives. The thread of the rounds calls `is_kept`, `keep_weights` and
+    `forget_kept`, and the one that fills memory calls the methods for its load."""
 
     def __init__(
         self,
@@ -365,7 +367,14 @@ class NodeShards:
             else:
                 memory = torch.empty(num_bytes, dtype=torch.uint8)
             works.append((rank, others_form, memory, lane.begin_to_all(memory, rank, what)))
-        told = told or [_FORM.unpack(head) for head in finish()]
+        if told is None:
+            told = [_FORM.unpack(head) for head in finish()]
+            for rank, (others_form, _, num_bytes) in zip(lane.members, told, strict=True):
+                if (others_form, num_bytes) != (form, self._payload_bytes(block, rank, form)):
+                    raise RanksDisagreeError(
+                        f"rank {rank} sends {num_bytes} bytes in form {others_form} as its shard of {block.name}, and "
+                        f"rank {self._ranks.rank} expected form {form}; load the same model on all ranks"
+                    )
         arrived = []
         for rank, others_form, memory, begun in works:
             lane.finish(begun)

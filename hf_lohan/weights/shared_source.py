@@ -296,6 +296,9 @@ class SharedWeights(Rounds):
             for of_rank in told:
                 for number, rank in of_rank.stale:
                     self._stale.setdefault(number, rank)
+            if any(of_rank.stale for of_rank in told):
+                # Some node has kept weights of a later period. All ranks know it now, before the next load begins.
+                self._parts.forget_kept()
             if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
                 self._parts.keep_weights(*self._kept)
                 self._kept = None

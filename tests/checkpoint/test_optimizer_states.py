@@ -35,7 +35,7 @@ def other_settings(folder: Path) -> dict[str, Any]:
     return {"cpu_memory": "64MiB", "gpu_memory": "8MiB", "ssd": [str(folder / "a"), str(folder / "b")]}
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("family", ["opt", "mixtral"])
 def test_a_round_trip_into_an_engine_with_other_budgets(

@@ -191,7 +191,6 @@ def test_a_step_is_lost_if_a_frozen_weight_is_changed_by_hand(tmp_path: Path) ->
     trainer.offload_engine.close()
 
 
-@pytest.mark.slow
 def test_training_that_begins_anew_over_another_base_is_refused(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """As if the model was streamed, which is loaded before anybody knows whether `train` will resume."""
     interrupt(in_memory(tmp_path / "run", base(), InterruptAfter(3)))

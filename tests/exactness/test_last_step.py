@@ -238,7 +238,6 @@ def test_a_smaller_batch_size_starts_from_the_checkpoint_again(tmp_path: Path) -
     assert torch.equal(*runs_out.first_weights)
 
 
-@pytest.mark.slow
 def test_the_end_of_an_epoch_is_neither_lost_nor_repeated(tmp_path: Path) -> None:
     """Evaluation and logging at the end of an epoch come after its last step."""
     settings = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "logging_strategy": "epoch"}

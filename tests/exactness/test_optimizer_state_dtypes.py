@@ -113,7 +113,6 @@ def test_resuming_from_the_last_step_changes_no_bit(
     assert_same(run_with(tmp_path, dtype, resume=resume), undisturbed_runs[dtype])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
     dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path

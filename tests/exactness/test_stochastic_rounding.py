@@ -71,7 +71,7 @@ def test_another_seed_rounds_otherwise(undisturbed: Outcome, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bf16": False}, "rounds bfloat16 weights, and the trained weights are float32; train with bf16=True"),
+        ({"bf16": False}, "rounds bfloat16 weights, and the trained weights are float32, as PEFT's"),
         (
             {"optim": "sgd"},
             r"stochastic_rounding: true is only for AdamW, and this run has SGD\(\); leave the setting out",

@@ -102,9 +102,10 @@ def evaluate(engine: OffloadEngine) -> Tensor:
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @pytest.mark.parametrize("schedule", ["serial", "naive", "optimized"])
-@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.parametrize("read_weights", [evaluate, read_rows])
+@pytest.mark.parametrize("num_local", [1, 2])
 def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
-    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+    num_local: int, read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
 ) -> None:
     """The updates of the other rank need this rank's first commit, for which this rank needs no `step`."""
     is_ending = threading.Event()
@@ -127,11 +128,11 @@ def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
         RanksDisagreeError,
         match=r"rank 1 ends a step with step\(\) or .* changes model\.\S+, while another rank still reads",
     ):
-        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local)
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.parametrize("read_weights", [evaluate, read_rows])
 @pytest.mark.parametrize(("schedule", "clip"), [("serial", "defer"), ("optimized", "speculate")])
 def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
     read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path

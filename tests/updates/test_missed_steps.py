@@ -46,7 +46,7 @@ def both(make: MakeBench, form: MasterFormat = FORMS[1], **settings: Any) -> tup
     return make(form, **settings), make(form, most=0, **settings)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype}")
 @pytest.mark.parametrize("mode", ["deferred", "in_backward", "accepted", "redone"])
 def test_readers_see_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:

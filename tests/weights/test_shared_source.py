@@ -227,14 +227,20 @@ class World:
         )
 
 
-@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "num_local", "room"),
     [
-        *((0, 1, 1, 2.0), (1, 2, 1, 2.0), (0, 3, 3, 1.0), (1, 4, 2, 2.0)),
+        *((1, 2, 1, 2.0), (1, 4, 2, 2.0)),
         *(
             pytest.param(*world, marks=pytest.mark.slow)
-            for world in ((0, 2, 2, 2.0), (1, 4, 4, 1.5), (0, 4, 1, 1.0), (1, 8, 4, 2.0))
+            for world in (
+                (0, 1, 1, 2.0),
+                (0, 3, 3, 1.0),
+                (0, 2, 2, 2.0),
+                (1, 4, 4, 1.5),
+                (0, 4, 1, 1.0),
+                (1, 8, 4, 2.0),
+            )
         ),
     ],
 )
@@ -318,7 +324,7 @@ def run_different(world: World, seed: int, num_steps: int) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
-    ("seed", "num_ranks", "num_local", "room"), [(0, 2, 2, 1.0), (1, 2, 1, 2.0), (2, 3, 3, 1.5), (3, 4, 2, 1.0)]
+    ("seed", "num_ranks", "num_local", "room"), [(3, 4, 2, 1.0), (1, 2, 1, 2.0), (2, 3, 3, 1.5), (0, 2, 2, 1.0)]
 )
 def test_ranks_that_run_different_layers_see_the_weights_of_the_last_update(
     seed: int, num_ranks: int, num_local: int, room: float, tmp_path: Path

@@ -341,7 +341,7 @@ class Watch:
         }
 
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
-        text = self._silent_text(rank, self.timeout_s, what)
+        text = f"{self._silent_text(rank, self.timeout_s, what)}, or raise ranks.timeout"
         self._settle(rank, text)
         assert self._failure.failure is not None
         if self._failure.failure.text == text:
@@ -352,7 +352,7 @@ class Watch:
     def _silent_text(self, rank: int, seconds: float, what: str) -> str:
         return (
             f"{self.name_of(rank)} said nothing for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
-            "out what it does (py-spy dump), or raise ranks.timeout"
+            "out what it does (py-spy dump)"
         )
 
     def _left_text(self, rank: int, what: str) -> str:
@@ -385,7 +385,7 @@ class Watch:
             for rank in members:
                 if self._board.has_left(rank):
                     self._settle(rank, self._left_text(rank, what))
-            silent = max(self.ranks.others, key=self._board.silent_s)
+            silent = max(members, key=self._board.silent_s)
             silent_s = self._board.silent_s(silent)
             if silent_s > _VERDICT_S:
                 # The kernel tells the end of a process of this node. So one of which it has told nothing is stopped.
