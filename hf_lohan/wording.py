@@ -98,6 +98,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
 
 
+def states_setting(stored: str) -> str:
+    """Return the setting for the form of the states in a store: "int8" -> "optimizer_state_dtype: int8"."""
+    return "stochastic_rounding: true" if stored == "int8_stochastic" else f"optimizer_state_dtype: {stored}"
+
+
 def _decimal(number: float) -> str:
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("any machine")
     config.addinivalue_line(
         "markers",
-        "covering(strength): only cases that cover each value (1) or each pair (2) of parameters run; others are slow",
+        "covering(strength): one case (0), or cases that cover each value (1) or each pair (2), run; others are slow",
     )
     torch.set_num_threads(1 if ON_CUDA_DOUBLE else 2)  # fixes the order of sums on every machine
     if ON_CUDA_DOUBLE:

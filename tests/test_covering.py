@@ -18,7 +18,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("strength", "num_cases"), [(1, 5), (2, 15)])
+@pytest.mark.parametrize(("strength", "num_cases"), [(0, 1), (1, 5), (2, 15)])
 def test_few_cases_cover_all_combinations(strength: int, num_cases: int) -> None:
     chosen = few_that_cover(CASES, strength)
     assert len(chosen) == num_cases

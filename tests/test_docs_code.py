@@ -111,6 +111,7 @@ CPU_MEMORY, GPU_MEMORY, NUM_TOKENS, NUM_STEPS = "64MiB", "64MiB", 16, 2
 """
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("The drive is fast, and the model is large. " * 20)
     monkeypatch.setattr(transformers, "TrainingArguments", partial(transformers.TrainingArguments, use_cpu=True))

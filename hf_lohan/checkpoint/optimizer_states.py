@@ -30,6 +30,7 @@ from hf_lohan.model import Block, ParamSlice, dtype_name
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, TIE_CODES, TIE_RUN_NUMEL, MasterFormat
 from hf_lohan.optim.precision import open_ties_
 from hf_lohan.ranks import Ranks
+from hf_lohan.wording import states_setting
 
 FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
@@ -311,9 +312,9 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
     moment_dtype = engine.layout.master.moment_dtype
     if index.optimizer_state_dtype != moment_dtype:
         raise ValueError(
-            f"the optimizer states in {str(index.folder)!r} were saved with optimizer_state_dtype="
-            f"{index.optimizer_state_dtype}, and this run has {moment_dtype}; set it to "
-            f"{index.optimizer_state_dtype}, or start a new run from the checkpoint's weights"
+            f"the optimizer states in {str(index.folder)!r} were saved with "
+            f"{states_setting(index.optimizer_state_dtype)}, and this run has {states_setting(moment_dtype)}; set it "
+            "as in the saved run, or start a new run from the checkpoint's weights"
         )
     if moment_dtype != "float32" and any(
         part.start % SCALE_BLOCK_NUMEL or part.first % SCALE_BLOCK_NUMEL

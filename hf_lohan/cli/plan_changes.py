@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
+from hf_lohan.device import default_torch_device, device_for
+from hf_lohan.hardware import MeasuringEffort
+from hf_lohan.hardware.cpu_rates import optimizer_params_per_s
 from hf_lohan.model import find_experts
-from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, with_changed
+from hf_lohan.optim import ADAMW, STOCHASTIC, MomentDtype
+from hf_lohan.optim.moments import MOMENT_CODECS
+from hf_lohan.planner import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
 from hf_lohan.planning.studies import plan_studies
-from hf_lohan.wording import format_bytes
+from hf_lohan.wording import format_bytes, states_setting
 
 WORTH_IT = 1.01
 """The least speedup that is worth printing."""
@@ -51,6 +59,40 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
     return sorted(helpful, key=lambda change: -change.times_faster)
 
 
+def small_states(planned: PlannedRun) -> list[NearestChange]:
+    """Return the run with each smaller form of AdamW's states that it may have. They round, so a run is never given
+    them unasked. With a measured machine, the rate of each form's updates is measured."""
+    masters = [block.master for block in planned.layout.blocks if block.state_numel]
+    if any(master.rule != ADAMW for master in masters):
+        return []
+    forms: list[MomentDtype] = [*MOMENT_CODECS]
+    changes = []
+    for form in forms[forms.index(planned.config.moment_dtype) + 1 :]:
+        if form == STOCHASTIC and not any(master.working_dtype == torch.bfloat16 for master in masters):
+            continue
+        settings: dict[str, Any] = {"optimizer_state_dtype": form}
+        if form == STOCHASTIC:
+            settings = {"optimizer_state_dtype": "auto", "stochastic_rounding": True}
+        with suppress(BudgetError):
+            changed = plan_run(planned.request, OtherMachine(_updating(planned, form), tuple(settings.items())))
+            faster = changed.plan.prediction.tokens_per_s / planned.plan.prediction.tokens_per_s
+            changes.append(NearestChange(f"{states_setting(form)} (rounds)", changed, faster))
+    return [change for change in changes if change.planned.plan.fits]
+
+
+def _updating(planned: PlannedRun, form: MomentDtype) -> HardwareProfile:
+    """Return the machine with the rate at which it updates states of this form. A machine of a file keeps its rate."""
+    if planned.request.hardware is not None:
+        return planned.hardware
+    device, effort = device_for(default_torch_device()), MeasuringEffort().within(planned.config)
+    now, then = (
+        optimizer_params_per_s(device, planned.dtype, numel=effort.update_numel, budget_s=0.3, moment_dtype=of)
+        for of in (planned.config.moment_dtype, form)
+    )
+    cpu = with_changed(planned.hardware.cpu, lambda rate: rate * then / now, "optimizer_params_per_s")
+    return replace(planned.hardware, cpu=cpu)
+
+
 def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     """Return the plan, the life of the drives and useful changes, in JSON's types."""
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
@@ -66,6 +108,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
         "times_slower_than_hidden": times_slower_than_hidden(planned),
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
+        "small_states": [change.to_mapping() for change in small_states(planned)] if step.fits else [],
         **({} if loads is None else {"most_loaded_rank": loads}),
         **({} if between is None else {"gpu_links": asdict(between)}),
         **_expert_facts(planned),

@@ -20,6 +20,7 @@ from hf_lohan.cli.plan_changes import (
     plan_facts,
     positions_exceeded,
     row_tokens,
+    small_states,
     times_slower_than_hidden,
     tokens_at_once,
     with_other_experts,
@@ -529,7 +530,7 @@ def without_offloading(planned: PlannedRun) -> str:
 
 def _purchases(planned: PlannedRun) -> Table:
     table = table_of("what would change it", "a step", "tokens/s", "faster")
-    for nearest in nearest_changes(planned):
+    for nearest in (*nearest_changes(planned), *small_states(planned)):
         step = nearest.planned.plan.prediction
         faster = f"{nearest.times_faster:.2f} x"
         table.add_row(nearest.description, seconds(step.step_s), f"{step.tokens_per_s:.4g}", faster)

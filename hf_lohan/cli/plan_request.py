@@ -71,9 +71,11 @@ class PlannedRun(PlannedStep):
 
 @dataclass(frozen=True, slots=True)
 class OtherMachine:
-    """A machine to plan for instead of the request's."""
+    """A machine and settings to plan for instead of the request's."""
 
     hardware: HardwareProfile
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Settings that differ from those of the request."""
     ram_factor: int = 1
     """Multiplies the RAM and `cpu_memory`. The additional RAM may hold copies of records."""
 
@@ -109,6 +111,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         host_bytes, device_bytes = hardware.cpu.memory_bytes, hardware.device.memory_bytes
         memory_is_host = hardware.device.shares_cpu
     if other is not None:
+        asked = OffloadConfig.load(asked, **dict(other.settings))
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:
             ram = asked.cpu_memory

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
@@ -188,6 +189,14 @@ class OffloadEngine:
                 for kind in self._block_of[part].master.moment_kinds:
                     self._parameters.write_state(part.name, kind, Zeros())
         self._optimizer = optimizer
+
+    def rounding_seed(self) -> int | None:
+        """Return the seed with which updates round weights, which is that of rank 0's generator; None if none rounds.
+        All ranks call this together."""
+        if not any(block.master.rounds_weights for block in self.layout.blocks):
+            return None
+        seeds = self.links.all_gather("the seeds of the ranks", str(torch.initial_seed()).encode())
+        return int(seeds[0]) % (1 << 32)
 
     def check_groups(self) -> None:
         """Raise ValueError if the optimizer's groups have changed and do not fit the store."""

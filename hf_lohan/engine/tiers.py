@@ -26,7 +26,7 @@ from hf_lohan.hardware.direct_io import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import DeviceLanes, Links, RowLinks, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
-from hf_lohan.wording import format_bytes
+from hf_lohan.wording import format_bytes, states_setting
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,11 @@ def _log_tiers(layout: OffloadLayout, tiers: Tiers) -> None:
     plan, master = layout.plan, layout.master
     if master.moment_codec is not None:
         logger.warning(
-            "optimizer_state_dtype=%s: AdamW's moments are rounded when they are stored, in %g bytes a parameter "
-            "instead of 8, so this run differs from one with float32 (see docs/configuration.md)",
-            master.moment_dtype,
+            "%s: AdamW's moments are rounded when they are stored, in %g bytes a parameter instead of 8%s, so this run "
+            "differs from an exact one (see docs/optimizers.md)",
+            states_setting(master.moment_dtype),
             sum(master.state_bytes(kind) for kind in master.moment_kinds),
+            ", and weights have no float32 masters" if master.rounds_weights else "",
         )
     logger.info(
         "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "

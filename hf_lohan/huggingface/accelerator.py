@@ -297,7 +297,8 @@ class Accelerator(OffloadAwareAccelerator):
                 f"{type(model).__name__} out of prepare, or call free_memory() first to replace the model"
             )
         if models_engine is not None:
-            check_streamed(models_engine, bf16=self._computes_in_bfloat16, moment_dtype="float32")
+            asked = settings_given(self.lohan_plugin.offload).moment_dtype
+            check_streamed(models_engine, bf16=self._computes_in_bfloat16, moment_dtype=asked)
             links = models_engine.links
             stores_here(models_engine.config, "", links).refuse_other_ranks(links.ranks.num_ranks)
         return models_engine or self._offload(model, rules)

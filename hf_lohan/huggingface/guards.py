@@ -29,6 +29,7 @@ from hf_lohan.huggingface.ranks import check_rank_accelerator, check_rank_argume
 from hf_lohan.model import Block
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_together, why_not_together
+from hf_lohan.wording import states_setting
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 """Launch types that place weights themselves."""
@@ -284,10 +285,12 @@ def check_streamed(engine: OffloadEngine, *, bf16: bool, moment_dtype: str) -> N
             "the model was offloaded in float32, and bfloat16 weights were asked for; call "
             "from_pretrained(..., bf16=True), or leave bf16 and mixed_precision out"
         )
-    if moment_dtype == "int8" and any(block.master.moment_dtype != "int8" for block in _trained(engine)):
+    has = {block.master.moment_dtype for block in _trained(engine)}
+    if moment_dtype != "float32" and has - {moment_dtype}:
         raise ValueError(
-            "the model was offloaded with exact moments, and int8 moments were asked for; call "
-            "from_pretrained(..., offload={'optimizer_state_dtype': 'int8'}), or set optim='adamw_torch'"
+            f"the model was offloaded with {states_setting(max(has - {moment_dtype}))}, and "
+            f"{states_setting(moment_dtype)} was asked for; give from_pretrained(..., offload=...) the same setting, "
+            "or leave it out here, with optim='adamw_torch'"
         )
 
 

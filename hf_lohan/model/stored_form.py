@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
-from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
+from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, STOCHASTIC, MasterFormat, MomentDtype
 from hf_lohan.planner import Quantization, SizeClass, owned_experts
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
@@ -69,6 +69,12 @@ def stored_form(
         by_rows=by_rows,
         quantization=quantization,
     )
+    trained = [block for block in model_blocks.blocks if block.state_numel]
+    if moment_dtype == STOCHASTIC and trained and not any(block.master.rounds_weights for block in trained):
+        raise ValueError(
+            "stochastic_rounding: true rounds bfloat16 weights, and the trained weights are float32, as PEFT's adapters "
+            "are; train with bf16=True, or leave the setting out"
+        )
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from hf_lohan.compat.torch_private import fused_adam_, fused_adamw_
 
+SEED_KEY = "rounding_seed"
+"""Key of a param group for `AdamWGroup.rounding_seed`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -23,6 +26,10 @@ class Segment:
     step: int
     shape: tuple[int, ...] | None = None
     """The parameter's shape, for rules that need whole parameters."""
+    parameter: str = ""
+    """The only parameter of the segment, if updates round weights (`MasterFormat.rounds_weights`)."""
+    origin: int = 0
+    """The offset in the block's records at which that parameter's first element is, or would be."""
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
@@ -45,12 +52,15 @@ class AdamWGroup:
     weight_decay: float
     decays_weights: bool = True
     """Whether weight decay is decoupled (AdamW) and not added to the gradient (Adam)."""
+    rounding_seed: int = 0
+    """Seed of the random bits that round weights (`MasterFormat.rounds_weights`)."""
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
         """Return the present hyperparameters of a param group of AdamW."""
         beta1, beta2 = group["betas"]
-        return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        settings = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+        return cls(*settings, rounding_seed=group.get(SEED_KEY, 0))
 
     @classmethod
     def from_adam_group(cls, group: Mapping[str, Any]) -> AdamWGroup:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from hf_lohan.optim import rounding_noise
 
-MomentDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+MomentDtype: TypeAlias = Literal["float32", "bfloat16", "int8", "int8_stochastic"]
+STOCHASTIC: MomentDtype = "int8_stochastic"
+"""int8 moments of weights that have no float32 masters. bfloat16 weights are rounded stochastically."""
 
 SCALE_BLOCK_NUMEL = 32
 """Number of adjacent elements that share a scale. Parameters begin at multiples of it, so no two share a scale."""
@@ -38,7 +40,8 @@ class RoundedSpan:
     stop: int
     step: int
     position: int
-    """Offset of element `start` in the block's records."""
+    """Offset of element `start` in the block's records. If updates round weights, in the parameter, from an offset that
+    its name gives."""
 
 
 class BFloat16Moments:
@@ -61,13 +64,16 @@ class BFloat16Moments:
         self._encode_(exp_avg_sq[part], records["exp_avg_sq"][part], span, _AVG_SQ)
 
     def _encode_(self, values: Tensor, rounded: Tensor, span: RoundedSpan, stream: int) -> None:
-        # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
-        values.nan_to_num_(nan=float("nan"), posinf=self._LARGEST, neginf=-self._LARGEST)
         values.clamp_(-self._LARGEST, self._LARGEST)
-        bits = values.view(torch.int32)
-        bits.add_(rounding_noise.integers(span.position, values.numel(), span.step, stream))
-        bits.bitwise_right_shift_(16)
-        rounded.view(torch.int16).copy_(bits)
+        round_to_bfloat16_(values, rounding_noise.integers(span.position, values.numel(), span.step, stream), rounded)
+
+
+def round_to_bfloat16_(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
+    """Round float32 ``values`` [numel] up or down to bfloat16, to the right value on average over the ``noise``, which
+    is int32, uniform in [0, 65536). A bfloat16 value stays as it is. Overwrites ``values``."""
+    # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
+    values.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
+    rounded.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
 class Int8Moments:
@@ -171,5 +177,6 @@ MOMENT_CODECS: Mapping[MomentDtype, MomentCodec | None] = {
     "float32": None,
     "bfloat16": BFloat16Moments(),
     "int8": Int8Moments(),
+    STOCHASTIC: Int8Moments(),
 }
-"""The codec of each `optimizer_state_dtype`. float32 has none."""
+"""The codec of each form. float32 has none."""

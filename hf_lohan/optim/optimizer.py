@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from hf_lohan.optim.adamw import SEED_KEY
 from hf_lohan.optim.rules import ADAMW, RULE_KEY, refuse_settings
 
 
@@ -16,6 +17,8 @@ class StepTarget(Protocol):
     """The part of an engine's interface that an optimizer uses."""
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
+
+    def rounding_seed(self) -> int | None: ...
 
     def check_groups(self) -> None: ...
 
@@ -55,7 +58,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
         """``defaults`` has the hyperparameters for groups that do not set them, and the rule's name as `RULE_KEY`."""
-        super().__init__(params, dict(defaults))
+        seed = engine.rounding_seed()
+        super().__init__(params, {**({} if seed is None else {SEED_KEY: seed}), **defaults})
         self.state = _StatesInStore()
         self._engine_ref = weakref.ref(engine)  # the engine lives as long as its model
         engine.bind_optimizer(self)

@@ -2,7 +2,8 @@
 
 float32 working weights *are* the master. For bfloat16 working weights the master is split without loss. The working
 weight is the master rounded half to even, as torch rounds, and the rounding error is a signed 16-bit residual. A
-parameter with both moments takes 12 bytes instead of 14 with a separate float32 master.
+parameter with both moments takes 12 bytes instead of 14 with a separate float32 master. With `stochastic_rounding` a
+bfloat16 weight has no master, and each update rounds it stochastically.
 
 The error lies in [-32768, 32768], and 16 bits lack the last value. It belongs to a *tie* that was rounded towards zero,
 which is one master in 131,072 if the low bits are random. Each run of `TIE_RUN_NUMEL` parameters has a tie code, which
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL, MomentCodec, MomentDtype
+from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL, STOCHASTIC, MomentCodec, MomentDtype
 from hf_lohan.optim.rules import ADAMW, UpdateRule
+from hf_lohan.wording import states_setting
 
 TIE_CODES = "tie_codes"
 """Name of the tie codes (int16) beside the records of a bfloat16 block's masters."""
@@ -49,6 +51,11 @@ class MasterFormat:
     def moment_codec(self) -> MomentCodec | None:
         """The codec of the moments, or None if they are stored in float32."""
         return MOMENT_CODECS[self.moment_dtype]
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether updates round the weights, which have no masters."""
+        return self.moment_dtype == STOCHASTIC and self.working_dtype == torch.bfloat16
 
     @property
     def moment_kinds(self) -> tuple[str, ...]:
@@ -137,13 +144,13 @@ def master_format(
     ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
-            f"optimizer_state_dtype={moment_dtype} is only for AdamW, and this run has {rule}; set it to float32"
+            f"{states_setting(moment_dtype)} is only for AdamW, and this run has {rule}; leave the setting out"
         )
     match working_dtype:
         case torch.float32:
             return MasterFormat(working_dtype, False, moment_dtype, rule)
         case torch.bfloat16:
-            return MasterFormat(working_dtype, True, moment_dtype, rule)
+            return MasterFormat(working_dtype, moment_dtype != STOCHASTIC, moment_dtype, rule)
         case _ if trained_name is None:
             return MasterFormat(working_dtype, False, moment_dtype, rule)
         case _:

@@ -9,12 +9,14 @@ run on a tile while the tile is in a core's cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from hf_lohan.optim.adamw import Segment, adamw_, within
-from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, RoundedSpan
+from hf_lohan.optim import rounding_noise
+from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_, within
+from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, RoundedSpan, round_to_bfloat16_
 from hf_lohan.optim.precision import (
     TIE_CODES,
     MasterFormat,
@@ -53,7 +55,7 @@ def update_records_(
     ``private`` has `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
     `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. `UpdateRule.update_` describes ``aside``.
     """
-    assert gradient.dtype == torch.float32 or form.has_residual, "there is no memory to widen the gradient"
+    assert gradient.dtype in (torch.float32, form.working_dtype), "there is no memory to widen the gradient"
     if gradient.dtype == torch.float32 and scale != 1.0:  # a scale of NaN is applied as well, as in torch
         gradient.mul_(scale)
     if form.moment_codec is not None:
@@ -124,16 +126,33 @@ def adamw_in_tiles_(
         codec.decode_(tile, exp_avg, exp_avg_sq, scratch)
         if form.has_residual:
             decode_master_(master, tile["param"], tile["master_residual"], ties_inside - start)
+        elif form.rounds_weights:
+            master.copy_(tile["param"])
         else:
             master = tile["param"]
         adamw_(master, of_tile, exp_avg, exp_avg_sq, inside)
         if form.has_residual:
             new_ties.append(encode_master_(master, tile["param"], tile["master_residual"]) + start)
         for segment in inside:
-            span = RoundedSpan(segment.start, segment.stop, segment.step, position + start + segment.start)
+            offset = position + start + segment.start
+            if form.rounds_weights:  # the noise does not depend on where the parameter is in its block
+                first = offset - segment.origin
+                _round_weights_(master, tile["param"], segment, first, scratch[:2].view(torch.int32))
+                offset = first + crc32(segment.parameter.encode())
+            span = RoundedSpan(segment.start, segment.stop, segment.step, offset)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
     if form.has_residual:
         close_ties_(records["master_residual"], torch.cat(new_ties), records[TIE_CODES])
+
+
+def _round_weights_(master: Tensor, weights: Tensor, segment: Segment, first: int, scratch: Tensor) -> None:
+    """Round the segment's elements of a float32 tile, from the parameter's element ``first`` on, to bfloat16
+    ``weights``. ``scratch`` is int32 [2, numel]."""
+    group, part = segment.group, slice(segment.start, segment.stop)
+    assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
+    key = f"{group.rounding_seed} {segment.step} {segment.parameter}"
+    noise = rounding_noise.hashed_integers(key, first, segment.stop - segment.start, scratch)
+    round_to_bfloat16_(master[part], noise, weights[part])
 
 
 def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
@@ -199,7 +218,7 @@ def _take_zero_steps_(
     if not steps:
         return
     if form.moment_codec is not None:
-        # Each step rounds the moments, so the moments need every step. The split of a master loses nothing.
+        # Each step rounds, so every step is needed. The split of a master loses nothing.
         for segments in steps:
             adamw_in_tiles_(tile, zeros, segments, form, position=position, workspace=private[0])
         return

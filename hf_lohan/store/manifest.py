@@ -15,6 +15,7 @@ import xxhash
 from hf_lohan.files import ForeignStoreError, StorageError, StorePath, replace_durably
 from hf_lohan.files.durable_file import read_whole, remove_durably
 from hf_lohan.store.layout import RecordSpec, StoreLayout
+from hf_lohan.wording import states_setting
 
 MANIFEST_NAME = "manifest.json"
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)(?:\.g([1-9]\d*))?")
@@ -150,9 +151,9 @@ class Manifest:
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(
-                    f"{directory} holds a store with optimizer_state_dtype={theirs}, and this run has {ours}; set it "
-                    f"to {theirs} to continue from the store, choose another directory, or delete the store if its "
-                    "state is no longer needed"
+                    f"{directory} holds a store with {states_setting(theirs)}, and this run has "
+                    f"{states_setting(ours)}; set it as in the store to continue from there, choose another directory, "
+                    "or delete the store if its state is no longer needed"
                 )
             stored_class, continued = self.model.model_class, ""
             if stored_class != model.model_class and hasattr(sys.modules.get("transformers"), stored_class):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import astuple, replace
 from functools import partial
 from threading import Lock, RLock
 from typing import Any, TypeAlias
@@ -264,18 +265,19 @@ def _is_trained(part: ParamSlice) -> bool:
 
 def _to_numbers(group: Hashable) -> list[float]:
     assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
-    return [group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, float(group.decays_weights)]
+    return [float(number) for number in astuple(group)]
 
 
 def _from_numbers(numbers: Sequence[float]) -> AdamWGroup:
-    lr, beta1, beta2, eps, weight_decay, decays_weights = numbers
-    return AdamWGroup(lr, beta1, beta2, eps, weight_decay, bool(decays_weights))
+    lr, beta1, beta2, eps, weight_decay, decays_weights, *seed = numbers  # commits of older versions have no seed
+    return AdamWGroup(lr, beta1, beta2, eps, weight_decay, bool(decays_weights), *map(int, seed))
 
 
 def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings | None]) -> list[Segment]:
     """Return runs of neighbouring parameters with equal settings. Parameters without settings are left out. A run
     ends after a parameter whose size is not a multiple of the kernel's vector length. torch updates the leftover
-    elements one by one, and that rounds differently."""
+    elements one by one, and that rounds differently. If updates round weights, each parameter is a run."""
+    rounds_weights = chunk.block.master.rounds_weights
     segments: list[Segment] = []
     joins = False
     for piece in chunk.pieces:
@@ -287,8 +289,11 @@ def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings |
         if joins and last is not None and (last.group, last.step) == settings:
             segments[-1] = Segment(last.start, piece.stop_in_chunk, *settings)
         else:
-            segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, *settings))
-        joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0
+            segment, part = Segment(piece.start_in_chunk, piece.stop_in_chunk, *settings), piece.param_slice
+            if rounds_weights:
+                segment = replace(segment, parameter=part.name, origin=part.start - part.first)
+            segments.append(segment)
+        joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0 and not rounds_weights
     return segments
 
 

@@ -29,6 +29,7 @@ from hf_lohan.ranks import (
     MeasuredCodec,
     RankLane,
     Ranks,
+    RanksDisagreeError,
     StepDelta,
     bytes_of,
 )
@@ -41,7 +42,7 @@ _PART_MULTIPLE = 256
 """The parts of a block that ranks of a node copy to their devices begin at multiples of so many elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
 """Elements that are coded at once. This is a multiple of the codec's block."""
-_FORM = struct.Struct("<qq")
+_FORM = struct.Struct("<q?q")
 _RAW, _CODED, _CHANGES, _GROUPED = range(4)
 """Forms of a shard's payload."""
 _DELTA = StepDelta()
@@ -188,7 +189,8 @@ def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 class NodeShards:
-    """The shards that one rank sends and receives. One thread calls `exchange`, and another all other methods."""
+    """The shards that one rank sends and receives. The thread of the rounds calls `is_kept`, `keep_weights` and
+    `forget_kept`, and the one that fills memory calls the methods for its load."""
 
     def __init__(
         self,
@@ -326,8 +328,9 @@ class NodeShards:
             # The shards that it carries, one after the other.
             carried = self._carried(self._ranks.rank, True) if self._group_lane is not None else []
             return _GROUPED, torch.cat([part_of(block, rank, entry) for rank in carried]) if carried else part[:0]
-        if form == _CODED or not keeps or self._changes is None or self._kept is None:
+        if not self._sends_changes(form, keeps=keeps):
             return form, message
+        assert self._kept is not None
         if block in self._sent and part.dtype in _DELTA_DTYPES:
             old = self._kept.values(block, self._ranks.rank)
             message = torch.empty(_DELTA.max_bytes(part.numel()), dtype=torch.uint8)
@@ -337,16 +340,24 @@ class NodeShards:
         return form, message
 
     def exchange(
-        self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool
-    ) -> Iterator[int]:
-        """Send what `make_own` returned to the ranks of other nodes, and put theirs into ``entry``. Yields the ranks
-        whose shards have arrived."""
+        self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool, is_stale: bool
+    ) -> tuple[list[int], list[int]]:
+        """Send what `make_own` returned to the ranks of other nodes, and put theirs into ``entry``. ``is_stale``:
+        whether the shard may be of a later version. Returns the ranks whose shards have arrived, and the ranks that
+        said that theirs are stale."""
         lane = self._group_lane if is_kept else self._lane
         assert lane is not None
         what = f"shards of {block.name}"
-        told = lane.agree(what, _FORM.pack(form, payload.nbytes))
+        finish = lane.begin_agree(what, _FORM.pack(form, is_stale, payload.nbytes))
+        told: list[tuple[int, bool, int]] | None = None
+        if self._sends_changes(form, keeps=keeps):  # they have any size
+            told = [_FORM.unpack(head) for head in finish()]
         works = []
-        for rank, (others_form, num_bytes) in zip(lane.members, map(_FORM.unpack, told), strict=True):
+        for place, rank in enumerate(lane.members):
+            if told is None:  # all shards have this form, so the bytes follow at once
+                others_form, num_bytes = form, self._payload_bytes(block, rank, form)
+            else:
+                others_form, _, num_bytes = told[place]
             if not num_bytes:
                 continue
             if rank == self._ranks.rank:
@@ -356,13 +367,36 @@ class NodeShards:
             else:
                 memory = torch.empty(num_bytes, dtype=torch.uint8)
             works.append((rank, others_form, memory, lane.begin_to_all(memory, rank, what)))
+        if told is None:
+            told = [_FORM.unpack(head) for head in finish()]
+            for rank, (others_form, _, num_bytes) in zip(lane.members, told, strict=True):
+                if (others_form, num_bytes) != (form, self._payload_bytes(block, rank, form)):
+                    raise RanksDisagreeError(
+                        f"rank {rank} sends {num_bytes} bytes in form {others_form} as its shard of {block.name}, and "
+                        f"rank {self._ranks.rank} expected form {form}; load the same model on all ranks"
+                    )
+        arrived = []
         for rank, others_form, memory, begun in works:
             lane.finish(begun)
             if rank != self._ranks.rank:
-                yield from self._receive(block, rank, others_form, memory, entry, keeps=keeps)
+                arrived += self._receive(block, rank, others_form, memory, entry, keeps=keeps)
             elif not is_kept:
                 for _ in lane.members[1:]:
                     self._count(block, memory)
+        return arrived, [rank for rank, (_, stale, _) in zip(lane.members, told, strict=True) if stale]
+
+    def _sends_changes(self, form: int, *, keeps: bool) -> bool:
+        return form not in (_CODED, _GROUPED) and keeps and self._changes is not None and self._kept is not None
+
+    def _payload_bytes(self, block: Block, rank: int, form: int) -> int:
+        """Return the bytes of a rank's payload of a form other than changes."""
+        if form == _GROUPED:
+            return sum(part_bytes(block, carried) for carried in self._carried(rank, True))
+        if form == _RAW:
+            return part_bytes(block, rank)
+        assert self._coded is not None
+        numel, (first, last) = coded_numel(block, rank), block.rank_ranges[rank]
+        return self._coded.codec.message_bytes(numel) + (last - first - numel) * block.master.working_dtype.itemsize
 
     def _count(self, block: Block, message: Tensor) -> None:
         """Count a shard that was sent to another node as ``message``."""

@@ -45,7 +45,8 @@ from hf_lohan.weights.slot_ring import Slot
 from hf_lohan.weights.source import Decoder, RecordReader
 
 _HEAD = struct.Struct("<qqqqqqBBBb")
-_NUMBER = struct.Struct("<q")
+_STALE = struct.Struct("<qq")
+_NUM_COPIED = struct.Struct("<q")
 _NOTHING = -1
 _UNKNOWN = -1
 
@@ -88,18 +89,17 @@ class _Head:
     """Whether the rank takes part in loads without a want of its own."""
     change: int
     """The change of weights before the period."""
-    stale: tuple[int, ...] = ()
-    """The loads, among those in progress, of which the rank has no weights of their period any more."""
+    stale: tuple[tuple[int, int], ...] = ()
+    """Loads, among those in progress, each with a rank that has no weights of their period any more."""
 
     def pack(self) -> bytes:
         numbers = self.num_copied, self.period, self.progress, self.wanted, self.version, self.num_filled
         fixed = _HEAD.pack(*numbers, self.is_closed, self.keeps_weights, self.serves, self.change)
-        return fixed + b"".join(_NUMBER.pack(number) for number in self.stale)
+        return fixed + b"".join(_STALE.pack(number, rank) for number, rank in self.stale)
 
     @classmethod
     def unpack(cls, packed: bytes) -> _Head:
-        stale = tuple(number for (number,) in _NUMBER.iter_unpack(packed[_HEAD.size :]))
-        fields: list[Any] = [*_HEAD.unpack_from(packed), stale]
+        fields: list[Any] = [*_HEAD.unpack_from(packed), tuple(_STALE.iter_unpack(packed[_HEAD.size :]))]
         return cls(*fields)
 
 
@@ -195,7 +195,8 @@ class SharedWeights(Rounds):
         self._period = self._progress = 0
         self._stale: dict[int, int] = {}
         """By load, a rank that has no weights of its period any more."""
-        self._own_stale: set[int] = set()
+        self._own_stale: dict[int, int] = {}
+        """Of these, what this rank tells: its own, and those of the ranks that have sent it their shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """What `keep_weights` was called with, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
@@ -268,12 +269,12 @@ class SharedWeights(Rounds):
             self._kept is not None,
             self.serves,
             _UNKNOWN if change is None else int(change),
-            tuple(sorted(self._own_stale)),
+            tuple(sorted(self._own_stale.items())),
         ).pack()
 
     def news_of(self, head: bytes) -> bytes:
         # A copy matters to the others when the next load begins, which takes a want of this rank, or its service.
-        return head[_NUMBER.size :]
+        return head[_NUM_COPIED.size :]
 
     def is_waiting(self) -> bool:
         # A rank whose own shard is not there yet has news later.
@@ -291,15 +292,17 @@ class SharedWeights(Rounds):
     def carry_out(self, heads: Sequence[bytes]) -> bool:
         told = [_Head.unpack(head) for head in heads]
         self._refuse_other_changes(told)
-        for rank, of_rank in enumerate(told):
-            for number in of_rank.stale:
-                self._stale.setdefault(number, rank)
         with self.lock:
+            for of_rank in told:
+                for number, rank in of_rank.stale:
+                    self._stale.setdefault(number, rank)
+            if any(of_rank.stale for of_rank in told):
+                # Some node has kept weights of a later period. All ranks know it now, before the next load begins.
+                self._parts.forget_kept()
             if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
                 self._parts.keep_weights(*self._kept)
                 self._kept = None
-            # A rank of another node that has sent a shard of a later period says so in this head at the latest.
-            num_whole = min(of_rank.num_filled for of_rank in told)
+            num_whole = min(told[rank].num_filled for rank in self._ranks.on_this_node)
             whole = [load for load in self._loads if self._num_whole <= load.number < num_whole]
             self._num_whole = max(self._num_whole, num_whole)
         for load in whole:
@@ -311,7 +314,7 @@ class SharedWeights(Rounds):
                 self._regions.free_region(load.number)
                 if load.number in self._stale:  # all ranks know it by now
                     del self._stale[load.number]
-                    self._own_stale.discard(load.number)
+                    self._own_stale.pop(load.number, None)
                     self._parts.forget_kept()
             begun = self._begin_wanted(told)
             is_over = all(of_rank.is_closed for of_rank in told) and not self._loads
@@ -380,13 +383,12 @@ class SharedWeights(Rounds):
 
     def break_off(self, error: BaseException) -> None:
         with self.lock:
-            waiting = [*(load.ordered for load in self._loads), *self._wanted]
-            for load in self._loads:
-                load.ordered = None
+            loads, wanted = list(self._loads), list(self._wanted)
             self._wanted.clear()
-        for wanted in waiting:
-            if wanted is not None:
-                wanted.listener.on_delivered(error)
+        for load in loads:
+            _deliver(load, error, self.lock)
+        for one in wanted:
+            one.listener.on_delivered(error)
 
     def _region_bytes(self, block: Block) -> int:
         """Return the bytes of shared memory of a load of the block."""
@@ -445,20 +447,30 @@ class SharedWeights(Rounds):
             form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
             coded = [self._ranks.rank, *(self._parts.kept(load.block) if load.is_kept else ())]
             if self._parts.is_sent(load.block, is_kept=load.is_kept):
-                arrived = self._parts.exchange(
-                    load.block, form, payload, load.entry, is_kept=load.is_kept, keeps=load.keeps
+                arrived, stale = self._parts.exchange(
+                    load.block,
+                    form,
+                    payload,
+                    load.entry,
+                    is_kept=load.is_kept,
+                    keeps=load.keeps,
+                    is_stale=load.number in self._own_stale,
                 )
+                self._note_stale(load, stale)
                 coded.extend(arrived)
             for rank in coded:
                 self._parts.code_part(load.block, rank, load.entry, load.coded)
+            with self.lock:
+                self._num_filled += 1
+                if self._ranks.num_local == 1:
+                    self._num_whole = self._num_filled
+                self.changed.notify_all()
+            if self._ranks.num_local == 1:  # no other rank fills this memory
+                self._end_load(load)
         except LaneClosedError:
             return
         except BaseException as error:
             self._links.fail(error)  # the thread of the rounds then raises it
-            return
-        with self.lock:
-            self._num_filled += 1
-            self.changed.notify_all()
 
     def _wait_for_own_shard(self, load: _SharedLoad) -> None:
         """If this rank has changed the block meanwhile, the data may be of a later period. Something is sent anyway,
@@ -486,27 +498,31 @@ class SharedWeights(Rounds):
                 has_retried = True
             self._begin_own_shard(load)
         if not is_current:
-            with self.lock:
-                self._own_stale.add(load.number)
+            self._note_stale(load, [self._ranks.rank])
+
+    def _note_stale(self, load: _SharedLoad, ranks: Sequence[int]) -> None:
+        """Note that these ranks have sent shards of a later period, before this rank says that its memory is filled."""
+        with self.lock:
+            for rank in ranks:
+                self._own_stale.setdefault(load.number, rank)
+                self._stale.setdefault(load.number, rank)
 
     # The whole block.
 
     def _end_load(self, load: _SharedLoad) -> None:
         """Copy a block, whose shards are all in the memory of this node, to this rank's slot."""
         with self.lock:
-            own, load.is_whole = load.ordered, True
-        if own is None or load.number in self._stale:
+            own, load.is_whole, stale = load.ordered, True, self._stale.get(load.number)
+        if own is None or stale is not None:
             self._note_copied(load)
-            if own is not None:
-                load.ordered = None
-                own.listener.on_delivered(stale_error(self._stale[load.number], load.block))
+            if stale is not None:
+                _deliver(load, stale_error(stale, load.block), self.lock)
             return
         if own.slot.last_use is not None:
             self._device.wait(Lane.H2D, own.slot.last_use)
         weights = own.slot.weights[: load.block.numel]
         ready = self._to_device.copy(load.block, weights, load.entry, load.coded, is_for_all=load.is_for_all)
-        load.ordered = None
-        own.listener.on_delivered(None)
+        _deliver(load, None, self.lock)
         self._copier.submit(partial(self._wait_for_copy, load, ready))
 
     def _wait_for_copy(self, load: _SharedLoad, copied: Event) -> None:
@@ -526,6 +542,14 @@ def stale_error(rank: int, block: Block) -> StaleError:
         "reads the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() "
         "or after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )
+
+
+def _deliver(load: _SharedLoad, error: BaseException | None, lock: AbstractContextManager[object]) -> None:
+    """Tell the loader the end of what it has ordered, unless somebody has told it."""
+    with lock:
+        own, load.ordered = load.ordered, None
+    if own is not None:
+        own.listener.on_delivered(error)
 
 
 def _wait_for_all(load: _SharedLoad) -> None:

@@ -54,11 +54,19 @@ def block_works(codec: BlockCodec, dtype: torch.dtype, numel: int, device: str) 
     for message in messages:
         codec.encode(values, message)
     out, total, recoded = torch.empty_like(values), torch.empty_like(values, dtype=torch.float32), messages[0].clone()
+    ops, form, codes_bytes = torch.ops.lohan, (codec.num_bits, codec.block_numel), codec.codes_bytes(numel)
+    codes, scales = recoded[:codes_bytes].view(torch.int8), recoded[codes_bytes:].view(codec.scale_dtype)
+    parts = (
+        [message[:codes_bytes].view(torch.int8) for message in messages],
+        [message[codes_bytes:].view(codec.scale_dtype) for message in messages],
+    )
     return {
         "encode": lambda: codec.encode(values, recoded),
         "decode": lambda: codec.decode(messages[0], out),
-        f"sum of {NUM_PARTS}": lambda: codec.decode_sum_(messages, total, 1 / NUM_PARTS),
-        f"sum of {NUM_PARTS}, encoded": lambda: codec.decode_sum_encode(messages, recoded, numel, 1 / NUM_PARTS),
+        f"sum of {NUM_PARTS}": lambda: ops.dequantize_sum.out(*parts, *form, 1 / NUM_PARTS, values=total),
+        f"sum of {NUM_PARTS}, encoded": lambda: ops.dequantize_sum_quantize.out(
+            *parts, *form, numel, 1 / NUM_PARTS, out_codes=codes, out_scales=scales
+        ),
     }
 
 

@@ -72,7 +72,7 @@ def run(checkpoint: Path, shape: Shape, offload: dict[str, Any], num_steps: int,
             disable_tqdm=True,
         )
         adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
+        paced = lambda *args, **kwargs: IoEngine(*args, **{**kwargs, "backend": backend})  # noqa: E731
         with patch.object(hf_lohan.engine.tiers, "IoEngine", paced):
             trainer = hf_lohan.Trainer(
                 checkpoint, args, train_dataset=rows, offload=offload, peft_config=adapters, callbacks=[clock]

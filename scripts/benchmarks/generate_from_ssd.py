@@ -219,7 +219,7 @@ def generating(
     with ExitStack() as held:
         if drive_bytes_per_s is not None:
             backend = PacedBackend(drive_bytes_per_s)
-            paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
+            paced = lambda *args, **kwargs: IoEngine(*args, **{**kwargs, "backend": backend})  # noqa: E731
             held.enter_context(patch.object(hf_lohan.engine.tiers, "IoEngine", paced))
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)

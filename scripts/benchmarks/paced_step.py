@@ -255,7 +255,7 @@ def paced_drive(bytes_per_s: float | None) -> Iterator[None]:
         yield
         return
     backend = PacedBackend(bytes_per_s, paces_writes=True)
-    paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
+    paced = lambda *args, **kwargs: IoEngine(*args, **{**kwargs, "backend": backend})  # noqa: E731
     with patch.object(hf_lohan.engine.tiers, "IoEngine", paced):
         yield
 

@@ -89,6 +89,7 @@ def test_a_step_of_the_copy_counts_although_its_source_is_there(run: Path) -> No
     assert found_by(2, run / STORE) == ("own", 2, 4, 1)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_resumable", [True, False])
 def test_an_older_generation_does_not_take_the_place_of_lost_stores(
     is_resumable: bool, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +140,7 @@ def test_stores_of_older_versions_open(own_ranks: int, run: Path) -> None:
     assert contents(store, 2) == before and (store / "rank-0-of-2.g2").is_dir()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("names_source", [True, False])
 def test_an_interrupted_reshard_of_an_older_version_continues(
     names_source: bool, run: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def test_frozen_parameters_have_no_saved_states(offload: Offload, tmp_path: Path
     assert "lm_head.weight" in index["parameters"]
 
 
+@pytest.mark.slow
 def test_files_do_not_depend_on_budgets_or_paths(offload: Offload, tmp_path: Path) -> None:
     """States from other chunks and two drives give the same bytes."""
     folders = [tmp_path / "first", tmp_path / "second"]

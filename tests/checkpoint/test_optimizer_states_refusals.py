@@ -50,7 +50,10 @@ def test_states_of_another_working_dtype_are_refused(offload: Offload, tmp_path:
         (lambda index: index["parameters"][NORM].pop("shape"), r"damaged \(KeyError\('shape'\)\)"),
         (lambda index: index["parameters"][NORM].update(start=1 << 40), "is damaged: it has no flat tensor"),
         (lambda index: index["parameters"][NORM].update(file="none"), "none' is missing or damaged"),
-        (lambda index: index.update(optimizer_state_dtype="int8"), "=int8, and this run has float32"),
+        (
+            lambda index: index.update(optimizer_state_dtype="int8"),
+            "state_dtype: int8, and this run has optimizer_state_dtype: float32",
+        ),
     ],
     ids=["newer_format", "older_format", "file_outside", "negative", "no_shape", "after_the_end", "no_file", "dtype"],
 )

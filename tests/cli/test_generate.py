@@ -42,6 +42,7 @@ def generate(checkpoint: Path, folder: Path, *options: str, gpu_memory: str = "1
     return CliRunner().invoke(app, ["generate", str(checkpoint), *given, *budgets])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("options", "settings"),
     [

@@ -103,13 +103,16 @@ def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> N
         "% of forward's FLOPs",
         "they last",
         "one more SSD like the first",
+        "optimizer_state_dtype: bfloat16 (rounds)",
+        "optimizer_state_dtype: int8 (rounds)",
+        "stochastic_rounding: true (rounds)",
     ):
         assert text in result.stdout
     assert "fits without offloading" not in result.stdout
 
 
 def test_a_model_that_fits_without_offloading_is_reported(tiny: str) -> None:
-    result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16, with_changes=True)
+    result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)
     assert "It fits without offloading" in result.stdout
     assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
 
@@ -288,6 +291,7 @@ def test_bad_values_are_reported_in_one_line(tiny: str, options: list[str], mess
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("shares_cpu", [False, True])
 def test_plot_writes_a_picture(model_of_4_layers: str, tmp_path: Path, shares_cpu: bool) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(3), device={"shares_cpu": shares_cpu})
@@ -392,6 +396,7 @@ def test_a_hardware_file_with_gpudirect_is_planned_for_unless_the_setting_says_n
     assert f"gpu_direct: true cannot be planned for, because the device in {through_ram}" in result.stderr
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_measured_machine_is_planned_with_gpudirect_if_a_run_uses_it(
     tiny: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +407,7 @@ def test_a_measured_machine_is_planned_with_gpudirect_if_a_run_uses_it(
     assert run.hardware.device.moves_files is is_used
 
 
+@pytest.mark.slow
 def test_estimate_prints_at_most_13_lines(model_13b: str) -> None:
     result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER), "--paper"])
     assert result.exit_code == 0, result.stderr

@@ -160,6 +160,7 @@ def lines_run(tmp_path: Path, num_experts: int) -> Counter[str]:
     return num_lines
 
 
+@pytest.mark.slow
 def test_planning_is_linear_in_the_number_of_experts(tmp_path: Path) -> None:
     few, some, many = (lines_run(tmp_path, number) for number in (8, 40, 160))
     growing = {name: (many[name] - few[name]) / max(500, some[name] - few[name]) for name in many}

@@ -55,6 +55,7 @@ def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
         assert text in printed, text
 
 
+@pytest.mark.slow
 def test_quantized_collectives_are_opt_in(llama_of_4_layers: str) -> None:
     arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 2, "--nodes", 2, "--link", "1Gbit")
     exact = planned(*arguments, batch_size=8)
@@ -215,6 +216,7 @@ def test_bad_values_are_refused_in_one_line(tiny: str, options: list[object], me
     assert message in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_copy_of_several_nodes_is_planned(llama_of_4_layers: str) -> None:
     arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 4, "--nodes", 4, "--link", "1Gbit")
     world, group, node = (

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef
 from hf_lohan.device import CpuDevice, Lane
-from hf_lohan.testing.async_device import AsyncDevice
 
 MIB = 1 << 20
 

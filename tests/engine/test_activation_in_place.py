@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from layered_model import WIDTH, Forward, Layer, LayeredModel, all_equal
 from torch import Tensor
 
 from hf_lohan.device import Device
 from hf_lohan.planner import Placement
-from hf_lohan.testing.async_device import AsyncDevice
 
 PLACES = pytest.mark.parametrize("place", [Placement.GPU, Placement.CPU])
 SWAPPED = Placement.CPU

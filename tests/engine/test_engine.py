@@ -190,6 +190,7 @@ def test_groups_and_changing_learning_rates_equal_stock(hold_gradients: bool, ma
     twins.assert_equal()
 
 
+@pytest.mark.covering(0)
 @HELD_OR_ACTIVE
 @pytest.mark.parametrize("cpu_memory", ["2MiB", "3MiB", "6MiB", "64MiB"])
 def test_pools_never_exceed_the_budgets(cpu_memory: str, hold_gradients: bool, make_twins: TwinsFactory) -> None:

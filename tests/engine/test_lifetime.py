@@ -123,6 +123,7 @@ def test_an_engine_closes_with_its_trainer_or_accelerator(run: Callable[[Path], 
     assert engine() is None
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 def test_the_steps_of_a_dropped_model_are_committed(durability: str, tmp_path: Path) -> None:
     train_one(tmp_path, num_steps=3, durability=durability)

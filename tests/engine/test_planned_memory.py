@@ -30,6 +30,7 @@ def held_bytes(engine: OffloadEngine) -> int:
     return engine.activations.swapper.ram_bytes + (staging.num_buffers * staging.buffer_bytes if staging else 0)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_batches_of_any_shape_equal_stock(family: str, make_twins: TwinsFactory) -> None:
     """The first batch decides placements. Larger activations are swapped if they fit, or recomputed."""

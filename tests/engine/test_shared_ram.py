@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
 from engines import PlannedError
 from torch import Tensor
@@ -28,7 +29,6 @@ from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planner.search.candidate_memory import held_beside
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 
@@ -111,7 +111,7 @@ class Sharing:
         assert 0 < self.ram.high_water_bytes <= self.ram.num_bytes <= self.engine.layout.activation_ram_bytes
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [CLIPS, LETS_THROUGH])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @BOTH
@@ -153,7 +153,7 @@ def test_the_planned_number_of_gradients_is_held(room: dict[str, Any], make_twin
     assert abs(sharing.fixed_bytes - held.item() - sharing.spilled_bytes()) <= layout.plan.buffer_bytes
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "unannounced"])
 @BOTH
@@ -193,6 +193,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed in (0, 5) else pytest.mark.slow) fo
 """The quick seeds cover each room and each way to clip."""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-4)
@@ -251,6 +252,7 @@ def test_late_gradients_leave_room_for_activations(make_twins: TwinsFactory, mon
     sharing.assert_activations_had_their_room(NUM_STEPS - 1)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "widened"])
 def test_gradients_of_bfloat16_weights_equal_those_without_shared_ram(
     keeps: bool, build_engine: EngineFactory, tmp_path: Path
@@ -286,7 +288,7 @@ def test_gradients_of_bfloat16_weights_equal_those_without_shared_ram(
 # Faults.
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "clip", "step"])
 @BOTH

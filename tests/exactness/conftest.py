@@ -21,8 +21,9 @@ def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a seed is set, every engine that Trainer builds runs on the double."""
     if ASYNC_SEED is None:
         return
+    from async_device import AsyncDevice
+
     from hf_lohan.huggingface import local_run
-    from hf_lohan.testing.async_device import AsyncDevice
 
     monkeypatch.setattr(
         local_run,

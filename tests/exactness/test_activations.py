@@ -78,7 +78,7 @@ def train_offloaded(model: Any, folder: Path, mode: str, **settings: Any) -> tup
     return trajectory, trainer.offload_engine.activations.swapper.swapped_bytes
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -> None:
@@ -89,6 +89,7 @@ def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -
         assert (swapped_bytes > 0) is (mode in ("swap", "mixed"))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("checkpointing", [{}, CHECKPOINTING], ids=["engine_recomputes", "trainer_checkpoints"])
 def test_a_streamed_model_trains_as_stock(checkpointing: dict[str, Any], tmp_path: Path) -> None:
     """The engine exists before Trainer enables checkpointing."""
@@ -99,6 +100,7 @@ def test_a_streamed_model_trains_as_stock(checkpointing: dict[str, Any], tmp_pat
     assert swapped_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_placement_of_activations_does_not_change_bfloat16_training(tmp_path: Path) -> None:
     settings = {"bf16": True, "gradient_accumulation_steps": 2}
     recomputed, _ = train_offloaded(model_of("llama"), tmp_path / "recompute", "recompute", **settings)
@@ -175,6 +177,7 @@ BETWEEN: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", BETWEEN)
 def test_layers_are_recomputed_with_the_state_of_their_forward(case: str, tmp_path: Path) -> None:
     """Adapters, modes and buffers change between a forward and its backward."""

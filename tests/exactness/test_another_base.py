@@ -140,6 +140,7 @@ def test_a_base_that_an_older_version_rounded_half_up_is_the_same(
     assert hf_lohan.last_step(tmp_path / "run") == SETTINGS["max_steps"] and store.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", slow_but(["none"], ["none", "nf4"]))
 def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
     quantize: str, bases: Path, undisturbed: Undisturbed
@@ -162,6 +163,7 @@ def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
     assert_same(resumed, undisturbed(quantize))
 
 
+@pytest.mark.slow
 def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(
     assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), undisturbed(IN_MEMORY))
 
 
+@pytest.mark.slow
 def test_a_step_is_lost_if_a_frozen_weight_is_changed_by_hand(tmp_path: Path) -> None:
     train_to_end(in_memory(tmp_path / "run", base(), max_steps=2))
     trainer = in_memory(tmp_path / "run", base())
@@ -196,6 +199,7 @@ def test_training_that_begins_anew_over_another_base_is_refused(tmp_path: Path, 
     assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), undisturbed(IN_MEMORY))
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_all_weights_does_not_depend_on_the_loaded_ones(bases: Path) -> None:
     """Each trained weight has two versions, so loading overwrites none."""
 
@@ -228,6 +232,7 @@ def _load_and_die(folder: Path, path: Path, weight: str) -> None:
     over_path(folder, path, "none")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["base", "other"])
 def test_a_process_that_is_killed_while_it_loads_leaves_the_last_step(
     name: str, bases: Path, undisturbed: Undisturbed

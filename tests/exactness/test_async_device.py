@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice, WaitSite
 from covering import slow_but
 from engines import open_engine, resolved
 from torch import Tensor
@@ -23,7 +24,6 @@ from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planning import lay_out
-from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
@@ -199,6 +199,7 @@ def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Sizes]
         return outcome, {name: layer.sizes() for name, layer in engine.planned_memory.trace.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 @pytest.mark.parametrize("mode", slow_but(["chunks, swap"], ["chunks", "chunks, swap"]))
 def test_late_copies_change_no_bit_of_chunks(

@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_whole_layers_up_to_rounding(case: str, tmp_path: Path) -> None:
     stock = train_stock("llama", tmp_path / "stock", {}, **CASES[case])
@@ -148,6 +149,7 @@ def test_the_backward_of_a_norm_in_chunks_has_the_autocast_of_its_forward() -> N
     torch.testing.assert_close(of_weight, of_its_weight, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 3.1}
     expected = train_offloaded("llama", tmp_path / "defer", {}, offload={**CHUNKED, "_clip": "defer"}, **settings)
@@ -160,6 +162,7 @@ def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
     assert_same_bits(finish(resumed, str(tmp_path / "defer" / "checkpoint-2")), expected)
 
 
+@pytest.mark.slow
 def test_as_many_rows_as_a_head_has_elements(tmp_path: Path) -> None:
     rows = {"per_device_train_batch_size": 16, "max_steps": 1}
     assert tiny_model("llama").config.head_dim == 16
@@ -208,6 +211,7 @@ def test_dropout_is_drawn_for_each_chunk_and_again_in_its_recomputation(tmp_path
     assert ours.losses != whole.losses and ours.losses == pytest.approx(whole.losses, abs=0.1)
 
 
+@pytest.mark.slow
 def test_adapters_and_packed_rows(tmp_path: Path) -> None:
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     rows = Dataset.from_dict({"text": [sentence * 3 for sentence in SENTENCES]})
@@ -239,6 +243,7 @@ class CountsItsCalls(nn.Module):
         return self.own(hidden)
 
 
+@pytest.mark.slow
 def test_the_trial_of_a_layer_leaves_no_mark(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp = counts = CountsItsCalls(model.model.layers[1].mlp)

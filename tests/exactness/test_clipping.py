@@ -31,7 +31,7 @@ from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates import NonFiniteGradientError
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clip", ["defer", "speculate", "auto"])
 @pytest.mark.parametrize("which", ["every", "no", "some"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
@@ -109,7 +109,7 @@ def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
     return trainer
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 2.6])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from interrupted_runs import InterruptAfter, assert_same, interrupt, make_traine
 from trajectories import dataset
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "settings",
     [{"accelerator_config": {"use_seedable_sampler": False}}, {"train_sampling_strategy": "group_by_length"}],
@@ -30,6 +31,7 @@ def test_a_resumed_epoch_keeps_its_order(settings: dict[str, Any], tmp_path: Pat
         assert_same(train_to_end(again, resume), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [pytest.param("last_step", marks=pytest.mark.slow), "checkpoint-6"])
 def test_an_epoch_that_began_with_a_resume_keeps_its_order(resume: str, tmp_path: Path) -> None:
     """Interrupt at the end of the second epoch, and again within the third."""

@@ -52,6 +52,7 @@ def assert_as_stock(trainer: Any, stock: Any) -> None:
     trainer.offload_engine.close()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("before", "after"), [("streamed", "with_layer"), ("with_layer", "streamed")])
 def test_a_checkpoint_resumes_in_either_form(before: str, after: str, stock: Any, tmp_path: Path) -> None:
     first = make_trainer(tmp_path / "a", InterruptAfter(3), **UNCLIPPED, offload={**WIDE, "experts": before})
@@ -62,6 +63,7 @@ def test_a_checkpoint_resumes_in_either_form(before: str, after: str, stock: Any
     assert_as_stock(second, stock)
 
 
+@pytest.mark.slow
 def test_the_last_step_resumes_with_other_budgets(stock: Any, tmp_path: Path) -> None:
     for step, budgets in ((2, NARROW), (5, WIDE)):
         broken = make_trainer(tmp_path, InterruptAfter(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
@@ -75,6 +77,7 @@ def test_the_last_step_resumes_with_other_budgets(stock: Any, tmp_path: Path) ->
     assert_as_stock(last, stock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", slow_but(["streamed"], ["streamed", "with_layer"]))
 def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With these budgets a new run would choose the other form."""
@@ -113,6 +116,7 @@ def test_a_store_with_experts_is_verified_and_exported(tmp_path: Path) -> None:
     assert_same_tensors(dict(exported.named_parameters()), dict(saved.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["defer", pytest.param("speculate", marks=pytest.mark.slow)])
 def test_interrupted_runs_that_clip_equal_an_uninterrupted_run(clip: str, tmp_path: Path) -> None:
     """Both runs sum norms in the same order."""

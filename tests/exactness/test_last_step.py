@@ -33,6 +33,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_to_end(trainer)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_a_run_interrupted_several_times_equals_an_uninterrupted_run(
     clip: str, tmp_path: Path, uninterrupted: Any
@@ -49,6 +50,7 @@ def test_a_run_interrupted_several_times_equals_an_uninterrupted_run(
     assert_same(train_to_end(trainer, True), uninterrupted)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_an_interrupted_step_is_committed_whole_or_not_at_all(
     clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +124,7 @@ def assert_resumes(run: Callable[..., Any], between: Callable[[], None] = lambda
     assert_same(train_to_end(again, "last_step"), outcome_of(whole))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
 def test_a_run_with_frozen_weights_resumes(make_model: Any, tmp_path: Path) -> None:
     run = runs_of(make_model, tmp_path)
@@ -135,6 +138,7 @@ def test_a_run_with_frozen_weights_resumes(make_model: Any, tmp_path: Path) -> N
     assert_resumes(run, evaluate)
 
 
+@pytest.mark.slow
 def test_the_same_trainer_resumes(tmp_path: Path, uninterrupted: Any) -> None:
     """This is what a notebook does."""
     breaks = InterruptAfter(4)
@@ -185,6 +189,7 @@ class EndsAtSave(TrainerCallback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_loaded_checkpoint_is_committed_as_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
     """A run ends with a checkpoint that is newer than its last step, resumes, and ends again before another step."""
     # The run logs when it saves, because a checkpoint does not keep the losses summed since the last log.
@@ -218,6 +223,7 @@ class RunsOutOfMemory(TrainerCallback):
             raise RuntimeError("CUDA out of memory.")
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_size_starts_from_the_checkpoint_again(tmp_path: Path) -> None:
     """The weights of the failed attempt are not used."""
     settings = {"save_strategy": "steps", "save_steps": 3}
@@ -254,6 +260,7 @@ def test_the_end_of_an_epoch_is_neither_lost_nor_repeated(tmp_path: Path) -> Non
     assert_same(outcome_of(again), outcome_of(whole))
 
 
+@pytest.mark.slow
 def test_a_finished_run_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
     first = make_trainer(tmp_path / "run")
     train_to_end(first)

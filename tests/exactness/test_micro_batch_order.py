@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from trajectories import arguments, assert_same_tensors, dataset, finish, logged, stored_weights
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
@@ -73,6 +74,7 @@ def adapted_llama() -> Any:
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("make_model", "max_grad_norm"), [(llama, 0.0), (llama, 1.0), (adapted_llama, 0.1)])
 def test_the_speed_of_the_drive_changes_the_order_and_no_bit(
     make_model: Any, max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -143,7 +145,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORBIDDEN)
+@pytest.mark.parametrize("name", slow_but(("compute_loss", "dropout"), FORBIDDEN))
 def test_the_reason_against_running_together_is_logged_once(
     name: str, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

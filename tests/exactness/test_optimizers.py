@@ -37,6 +37,7 @@ BY_ARGUMENTS: dict[str, dict[str, Any]] = {
 NUM_STEPS = 4
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("settings", BY_ARGUMENTS.values(), ids=BY_ARGUMENTS.keys())
 def test_an_optimizer_named_by_the_arguments_equals_stock(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": NUM_STEPS, "lr_scheduler_type": "cosine", **settings}
@@ -47,6 +48,7 @@ def test_an_optimizer_named_by_the_arguments_equals_stock(settings: dict[str, An
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("optim", EIGHT_BITS)
 def test_an_8_bit_adamw_stores_moments_in_int8(optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings: dict[str, Any] = {"max_steps": NUM_STEPS, "weight_decay": 0.1}
@@ -58,12 +60,14 @@ def test_an_8_bit_adamw_stores_moments_in_int8(optim: str, tmp_path: Path, caplo
     assert line.startswith(f"optim='{optim}' means optimizer_state_dtype: int8, which rounds differently from bits")
 
 
+@pytest.mark.slow
 def test_the_paged_adamw_is_exact(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": NUM_STEPS, "weight_decay": 0.1}
     stock = train_stock("llama", tmp_path / "stock", {}, **settings, optim="adamw_torch_fused")
     assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings, optim="paged_adamw_32bit"), stock)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
@@ -85,7 +89,9 @@ def test_an_8_bit_adamw_for_a_model_streamed_with_exact_moments_is_refused(tmp_p
     tiny_model("llama").save_pretrained(tmp_path / "model")
     offload = {**SMALL_BUDGETS, "ssd": str(tmp_path / "store")}
     model = hf_lohan.from_pretrained(tmp_path / "model", offload=offload, torch_device="cpu")
-    with pytest.raises(ValueError, match=r"offloaded with exact moments.*'optimizer_state_dtype': 'int8'"):
+    with pytest.raises(
+        ValueError, match="offloaded with optimizer_state_dtype: float32, and optimizer_state_dtype: int8 was asked for"
+    ):
         hf_lohan.Trainer(model, arguments(tmp_path, optim="adamw_8bit"), train_dataset=dataset())
     hf_lohan.engine_of(model).close()
 
@@ -114,7 +120,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(("none", "rows and columns"), LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but(("rows and columns",), LAYOUTS))
 def test_resuming_changes_no_bit(layout: str, tmp_path: Path) -> None:
     """Resume from the last step and from a checkpoint, with each layout of optimizer states."""
     settings = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2, **LAYOUTS[layout]}
@@ -162,6 +168,7 @@ def test_the_callers_optimizer_and_scheduler_equal_stock(tmp_path: Path) -> None
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_a_scheduler_gets_the_one_of_the_arguments(tmp_path: Path) -> None:
     settings = {"learning_rate": 0.1, "lr_scheduler_type": "linear", "warmup_steps": 2}
     stock_model, model = tiny_model("llama"), tiny_model("llama")
@@ -187,6 +194,7 @@ def test_an_optimizer_class_over_a_streamed_model_equals_stock(tmp_path: Path) -
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", [0.0, 2.0], ids=["in_backward", "clipped"])
 def test_muon_for_matrices_and_adamw_for_the_rest_equal_torch(clip: float, tmp_path: Path) -> None:
     settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": clip}
@@ -217,6 +225,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_equal_torch(clip: float, tmp_p
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_the_muon_setting_equals_the_muon_class(tmp_path: Path) -> None:
     """Command-line flags cannot name Muon, so a setting does. Muon gets AdamW's learning rate and weight decay."""
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1}
@@ -235,6 +244,7 @@ def test_the_muon_setting_equals_the_muon_class(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})}
     settings |= {"save_strategy": "steps", "save_steps": 2}

@@ -75,6 +75,7 @@ QUICK_RUNS = [(True, "defer"), (True, "speculate"), (True, "swap"), (True, "vert
 RUNS = slow_but(QUICK_RUNS, itertools.product((True, False), MODES))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_numbers_equal_those_of_the_cpu(run: tuple[bool, str], tmp_path: Path) -> None:
     is_paced, mode = run
@@ -92,6 +93,7 @@ def test_numbers_equal_those_of_the_cpu(run: tuple[bool, str], tmp_path: Path) -
     assert all(not torch.equal(weight, before[name]) for name, weight in paced_weights.items())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("activations", ["recompute", "swap", "auto"])
 def test_gradients_that_arrive_once_are_held_beside_activations(activations: str, tmp_path: Path) -> None:
     """The device has its own memory, so the plan uses the rest of RAM for copies."""

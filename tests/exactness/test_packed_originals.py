@@ -81,8 +81,8 @@ def stock(folder: Path, model: Any, targets: Sequence[str] = ("q_proj", "v_proj"
     ("kind", "num_packed", "experts"),
     [
         ("llama-fp8", 3 * 7, ["with_layer"]),
-        ("llama-int4", 3 * 7, ["with_layer"]),
-        ("mixtral-fp8", 3 * 6, ["with_layer", "streamed"]),
+        pytest.param("llama-int4", 3 * 7, ["with_layer"], marks=pytest.mark.slow),
+        pytest.param("mixtral-fp8", 3 * 6, ["with_layer", "streamed"], marks=pytest.mark.slow),
         ("gpt_oss-mxfp4", 2 * 2, ["with_layer", "streamed"]),
     ],
 )
@@ -126,6 +126,7 @@ def test_a_run_resumes_over_a_base_that_stays_packed(tmp_path: Path) -> None:
         offloaded(tmp_path / "broken", path, quantize="none")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
 def test_packed_originals_generate_as_decoded_ones(kind: str, tmp_path: Path) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
@@ -154,6 +155,7 @@ def test_a_merged_model_is_saved_as_a_plain_folder(tmp_path: Path) -> None:
         assert torch.equal(merged.get_parameter(name), weight), name
 
 
+@pytest.mark.slow
 def test_another_form_may_be_asked_for(tmp_path: Path) -> None:
     """NF4 of the decoded weights, as of a checkpoint that has them."""
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
@@ -167,6 +169,7 @@ def test_another_form_may_be_asked_for(tmp_path: Path) -> None:
     assert found[0] and all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["mixtral-fp8", "gpt_oss-mxfp4"])
 def test_a_plan_has_the_records_of_the_run(kind: str, tmp_path: Path) -> None:
     """With the files of the checkpoint, and with its config alone."""
@@ -256,6 +259,7 @@ def four_bit_tensors(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_adapters_over_int8_equal_those_over_the_decoded_base(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -299,6 +303,7 @@ def test_an_int8_checkpoint_of_bitsandbytes_stays_as_it_is(tmp_path: Path) -> No
         offloaded(tmp_path / "damaged", tmp_path / "packed")
 
 
+@pytest.mark.slow
 def test_an_int8_checkpoint_of_conv1d_is_turned_round(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     model = tiny_model("gpt2", num_layers=2)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from equal_tensors import assert_same_tensors
 from interrupted_runs import InterruptAfter, interrupt
 from packed_bases import take_decoded
@@ -41,7 +42,6 @@ from hf_lohan.model.packed_weights import name_in_base, packed_forms
 from hf_lohan.planner import Quantization
 from hf_lohan.planning import lay_out
 from hf_lohan.quantize import values_of
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 peft = pytest.importorskip("peft")
@@ -136,11 +136,11 @@ LONG = [
     [
         pytest.param("llama", "nf4", True, {}, MAX_STEPS, marks=pytest.mark.slow),
         ("llama", "fp4", False, {}, MAX_STEPS),
-        ("qwen3", "nf4", False, {}, MAX_STEPS),
-        ("gpt2", "nf4", True, {}, MAX_STEPS),
+        pytest.param("qwen3", "nf4", False, {}, MAX_STEPS, marks=pytest.mark.slow),
+        pytest.param("gpt2", "nf4", True, {}, MAX_STEPS, marks=pytest.mark.slow),
         ("mixtral", "nf4", True, {}, MAX_STEPS),
         ("llama", "nf4", True, {"use_dora": True}, MAX_STEPS),
-        ("llama", "nf4", False, {"modules_to_save": ["lm_head"]}, MAX_STEPS),
+        pytest.param("llama", "nf4", False, {"modules_to_save": ["lm_head"]}, MAX_STEPS, marks=pytest.mark.slow),
         *LONG,
     ],
 )
@@ -202,6 +202,7 @@ def test_bfloat16_weights_compute_as_those_that_bitsandbytes_decodes(tmp_path: P
     ours.offload_engine.close()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("double", [True, False])
 def test_float32_adapters_over_bfloat16_compute_as_over_decoded_weights(double: bool, tmp_path: Path) -> None:
     """The decoded weights are in memory, in ordinary linear modules, with PEFT and the stock Trainer."""
@@ -216,6 +217,7 @@ def test_float32_adapters_over_bfloat16_compute_as_over_decoded_weights(double: 
     assert_equal(trained(ours, tmp_path), (losses_of(stock_trainer), adapters_of(stock)))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("double", [True, False])
 def test_bfloat16_adapters_compute_as_over_decoded_weights(double: bool, tmp_path: Path) -> None:
     """The reference is a plain loop: bfloat16 in memory, and AdamW on float32 masters of the adapters."""
@@ -263,6 +265,7 @@ def order_of(args: TrainingArguments, dataset: list[dict[str, Tensor]]) -> list[
     return [row for batch in trainer.get_train_dataloader() for row in batch][: args.max_steps]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_trl_over_a_packed_base_equals_trl_over_bitsandbytes(kind: str, tmp_path: Path) -> None:
     """TRL casts adapters over bitsandbytes to bfloat16, so their first values are of bfloat16, and are cast back. The
@@ -322,6 +325,7 @@ def decode_to(folder: Path, model: Any, trainer: hf_lohan.Trainer) -> int:
     return changed
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("experts", ["with_layer", "streamed"])
 def test_adapters_over_packed_experts_equal_those_over_decoded_ones(experts: str, tmp_path: Path) -> None:
     """The decoded weights are those of the packed store, in a checkpoint of their own."""
@@ -446,6 +450,7 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
     trainer.offload_engine.close()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_preparing_for_kbit_training_is_refused_with_the_right_call(dtype: torch.dtype, tmp_path: Path) -> None:
     """It would freeze the adapters, and cast weights in the store to float32."""
@@ -568,6 +573,7 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
         packed.settings(other, torch.bfloat16, [])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("double", [True, False])
 def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
@@ -616,6 +622,7 @@ def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool,
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("family", "dtype", "settings"),
     [

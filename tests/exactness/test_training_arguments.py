@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow_but
 from trajectories import SMALL_BUDGETS, arguments, assert_same_tensors, dataset, stored_weights
 from transformers import Trainer as StockTrainer
 from transformers.trainer_utils import SchedulerType
@@ -77,7 +78,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 _OF_THE_MACHINE = ("runtime", "per_second")
 
 
-@pytest.mark.parametrize("schedule", [kind.value for kind in SchedulerType])
+QUICK = ("linear", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+
+
+@pytest.mark.parametrize("schedule", slow_but(QUICK, [kind.value for kind in SchedulerType]))
 def test_the_numbers_are_those_of_the_stock_trainer(schedule: str, tmp_path: Path) -> None:
     """Compare everything logged and the final weights, to the bit."""
     changes = {"warmup_steps": 1, "weight_decay": 0.1, "max_steps": 4, **ARGUMENTS[schedule]}

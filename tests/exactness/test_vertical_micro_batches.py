@@ -39,7 +39,7 @@ SHORT: dict[str, Any] = {"num_rows": NUM_ROWS, "max_steps": NUM_STEPS}
 ROWS = dataset(NUM_ROWS)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("accumulated", [2, 4])
 @pytest.mark.parametrize(("max_grad_norm", "clip"), [(0.0, "auto"), (1.0, "defer"), (1.0, "speculate")])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,6 +53,7 @@ def test_equals_stock_accumulation(
     assert_same_bits(ours, stock)
 
 
+@pytest.mark.slow
 def test_the_norm_of_parameters_larger_than_a_chunk(tmp_path: Path) -> None:
     """Micro-batches that run one after the other sum the norm by chunks, and it is sometimes an ulp off."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}
@@ -69,6 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS.keys())
 def test_label_smoothing_and_checkpointing_equal_stock(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, **settings}
@@ -76,6 +78,7 @@ def test_label_smoothing_and_checkpointing_equal_stock(settings: dict[str, Any],
     assert_same_bits(train_offloaded("opt", tmp_path / "ours", {}, offload=VERTICAL, **SHORT, **settings), stock)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("activations", ["swap", "keep", "auto"])
 def test_kept_and_swapped_activations_equal_stock(activations: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4}
@@ -84,6 +87,7 @@ def test_kept_and_swapped_activations_equal_stock(activations: str, tmp_path: Pa
     assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, **SHORT, **settings), stock)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, "bf16": True}
@@ -108,6 +112,7 @@ def test_settings_that_draw_random_numbers_are_refused(drawn: str, tmp_path: Pat
     trainer.offload_engine.close()
 
 
+@pytest.mark.slow
 def test_a_model_with_a_tower_runs_its_micro_batches_one_after_the_other(tmp_path: Path) -> None:
     """A micro-batch of text alone would not pass the tower, and the others would."""
     model = model_with_a_tower()
@@ -120,6 +125,7 @@ def test_a_model_with_a_tower_runs_its_micro_batches_one_after_the_other(tmp_pat
     trainer.offload_engine.close()
 
 
+@pytest.mark.slow
 def test_a_streamed_model_with_updates_in_backward_equals_stock(tmp_path: Path) -> None:
     """Gradients are not held, although micro-batches are accumulated."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
@@ -135,6 +141,7 @@ def test_a_streamed_model_with_updates_in_backward_equals_stock(tmp_path: Path) 
     assert not trainer.offload_engine.layout.holds_gradients
 
 
+@pytest.mark.slow
 def test_adapters_train_as_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     settings = {"gradient_accumulation_steps": 4, "max_steps": NUM_STEPS}

@@ -130,6 +130,7 @@ def test_files_on_disk_are_private(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.slow
 def test_a_restarted_attempt_continues_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train_to_end(make_trainer(tmp_path / "undisturbed"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, Event, Lane
@@ -16,7 +17,6 @@ from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot
 

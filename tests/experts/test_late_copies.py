@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from engines import TwinsFactory
 
 from hf_lohan.planner import SizeClass
-from hf_lohan.testing.async_device import AsyncDevice
 
 NUM_QUICK_SEEDS = 2
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from async_device import AsyncDevice
 from covering import slow_but
 from engines import TwinsFactory
 from expert_models import least_gpu_memory
 
 from hf_lohan.planner import SizeClass
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from torch import Tensor
 
 from hf_lohan.device import Event
 from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
-from hf_lohan.testing.async_device import AsyncDevice
 
 NUM_EXPERTS = 5
 

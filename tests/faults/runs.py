@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from gloo_devices import gloo_between_cpus
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,7 +39,6 @@ import hf_lohan
 import hf_lohan.huggingface  # nothing is left to import when a process starts
 from hf_lohan.compat.torch_private import FakeTensorMode
 from hf_lohan.huggingface.ranks import links_to_other_ranks
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()

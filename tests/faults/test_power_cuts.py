@@ -11,12 +11,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from recorded_disk import PowerCut, RecordedDisk
 from runs import Outcome, Run, assert_same, make_trainer, read_outcome, where_from, write_outcome
 from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.cli.stores import verify_stores
-from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 
 pytestmark = [pytest.mark.slow, pytest.mark.storm, pytest.mark.timeout(900)]
 NUM_CUTS = 20

@@ -42,6 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return RankRun(RUN, tmp_path_factory.mktemp("undisturbed")).finish()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "settings", [{}, {"transport": "nccl"}, pytest.param({"embedding": "rows"}, marks=pytest.mark.slow)], ids=str
 )

@@ -49,6 +49,7 @@ def store_of(run: Run) -> Path:
     return Path(run.ssd)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("resume", ["last_step", True])
 def test_removed_before_resuming(resume: bool | str, tmp_path: Path) -> None:
     run = run_with_store(tmp_path, replace(RUN, resume=resume, insists=True))
@@ -90,6 +91,7 @@ def test_taken_away_while_training(undisturbed: Callable[[Run], Outcome], tmp_pa
     assert_same(read_outcome(tmp_path), undisturbed(RUN))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("what", ["the store", "all output"])
 def test_read_only(what: str, undisturbed: Callable[[Run], Outcome], tmp_path: Path) -> None:
     with small_file_system(tmp_path, 64 * MIB) as disk:
@@ -107,6 +109,7 @@ def test_read_only(what: str, undisturbed: Callable[[Run], Outcome], tmp_path: P
         assert_same(read_outcome(tmp_path), undisturbed(RUN))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("what", ["as a run left it", "a copy without its lock", "after a kill", "in use"])
 def test_a_read_only_store_is_verified_and_exported(what: str, tmp_path: Path) -> None:
     """Such as a backup or a snapshot. A lock that another process holds through another mount still counts."""

@@ -5,10 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from recorded_disk import RecordedDisk
 
 from hf_lohan.files import CapacityError, StorageError
 from hf_lohan.files.durable_file import AppendedLog
-from hf_lohan.testing.recorded_disk import RecordedDisk
 
 
 def test_lines_follow_the_committed_ones(tmp_path: Path) -> None:

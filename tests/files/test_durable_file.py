@@ -6,10 +6,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from recorded_disk import RecordedDisk
 
 from hf_lohan.files import CapacityError, StorageError, replace_durably
 from hf_lohan.files.durable_file import read_whole, remove_durably
-from hf_lohan.testing.recorded_disk import RecordedDisk
 
 CALLS = ("open", "write", "fsync", "rename", "open directory", "fsync directory")
 

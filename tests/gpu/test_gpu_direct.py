@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cufile_double import FakeCuFile
 from trainer_runs import Outcome, assert_same_bits, train
 
 import hf_lohan.engine.tiers
@@ -20,7 +21,6 @@ from hf_lohan.config import ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.files import StorageError
 from hf_lohan.hardware.direct_io import DirectIo
-from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
 
 BATCH = {"per_device_train_batch_size": 16}

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from coded_sums import decode_sum_, decode_sum_encode
 
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import EncodedMatrix
@@ -49,12 +50,12 @@ def test_codes_on_cuda_equal_codes_on_the_cpu(codec: BlockCodec, dtype: torch.dt
         messages.append(message)
         on_gpu.append(message_on_gpu)
     total, total_on_gpu = torch.empty(NUMEL), torch.empty(NUMEL, device="cuda")
-    codec.decode_sum_(messages, total, 1 / 3)
-    codec.decode_sum_(on_gpu, total_on_gpu, 1 / 3)
+    decode_sum_(codec, messages, total, 1 / 3)
+    decode_sum_(codec, on_gpu, total_on_gpu, 1 / 3)
     assert_same(total_on_gpu, total)
     recoded, recoded_on_gpu = torch.empty_like(messages[0]), torch.empty_like(on_gpu[0])
-    codec.decode_sum_encode(messages, recoded, NUMEL, 1 / 3)
-    codec.decode_sum_encode(on_gpu, recoded_on_gpu, NUMEL, 1 / 3)
+    decode_sum_encode(codec, messages, recoded, NUMEL, 1 / 3)
+    decode_sum_encode(codec, on_gpu, recoded_on_gpu, NUMEL, 1 / 3)
     codec.decode(recoded, total)
     codec.decode(recoded_on_gpu, total_on_gpu)
     assert_same(total_on_gpu, total)

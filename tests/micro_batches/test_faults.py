@@ -36,6 +36,7 @@ class Interrupted(BaseException):
     """Like `KeyboardInterrupt`, not caught by `except Exception`."""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("error", "layer", "activations"),
     [

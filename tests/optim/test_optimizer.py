@@ -33,6 +33,9 @@ class Target:
     def drop_gradients(self, *, to_none: bool = True) -> None:
         self.calls.append("drop" if to_none else "set to zeros")
 
+    def rounding_seed(self) -> int | None:
+        return None
+
     def check_groups(self) -> None:
         self.calls.append("check")
 

@@ -177,5 +177,9 @@ def test_hyperparameters_that_need_a_missing_record_are_refused() -> None:
 
 
 def test_only_adamw_has_encoded_moments() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_state_dtype=int8 is only for AdamW.*Lion\(exp_avg\)"):
+    with pytest.raises(ValueError, match=r"optimizer_state_dtype: int8 is only for AdamW.*Lion\(exp_avg\)"):
         master_format(torch.float32, "int8", UpdateRule("Lion", ("exp_avg",)))
+    with pytest.raises(
+        ValueError, match=r"stochastic_rounding: true is only for AdamW, and this run has SGD\(\); leave"
+    ):
+        master_format(torch.bfloat16, "int8_stochastic", UpdateRule("SGD", ()))

@@ -62,6 +62,7 @@ def setting(folder: Path, value: str) -> str:
     return str(path)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("batch_size", "sequence_length"), [(8, 2048), pytest.param(1, 16384, marks=pytest.mark.slow), (1, 65536)]
 )
@@ -103,6 +104,7 @@ def test_chunks_of_a_batch_that_fits_nowhere(room_bytes: int, expected: int) -> 
     assert choice.choose(None) == (expected, None)
 
 
+@pytest.mark.slow
 def test_a_quarter_of_a_million_tokens_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(monkeypatch, sequence_length=262_144)
     plan, step = found.plan, found.plan.prediction
@@ -116,6 +118,7 @@ def test_a_quarter_of_a_million_tokens_fits(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(step.tier_bytes["gpu"].values()) <= 24 * GB
 
 
+@pytest.mark.slow
 def test_whole_layers_are_refused_with_the_setting_that_helps(
     llama_of_4_layers: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -173,6 +176,7 @@ def test_layers_with_dropout_are_cut_as_well(monkeypatch: pytest.MonkeyPatch, tm
     assert found.plan.chunk_tokens is not None
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> None:
     """The longest row depends on memory alone."""
@@ -195,7 +199,8 @@ def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> Non
         assert sizes[0] == sizes[1]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("has_costs", [True, False])
 @pytest.mark.parametrize("window", [300, 512, 1030])
 def test_few_chunks_stand_for_all_in_a_window(window: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def train_rank(
         engine.close()
 
 
-@pytest.mark.parametrize("name", RANK_CASES)
+@pytest.mark.parametrize("name", slow_but(("2 nodes", "no RAM for the copy"), RANK_CASES))
 def test_ranks_follow_the_printed_plan(name: str, tmp_path: Path) -> None:
     case, profile, offload = RANK_CASES[name], tmp_path / "hardware.yaml", tmp_path / "offload.yaml"
     profile.write_text(yaml.safe_dump(SLOW_NETWORK))
@@ -240,6 +240,7 @@ def test_ranks_follow_the_printed_plan(name: str, tmp_path: Path) -> None:
         assert layout.cpu_bytes + layout.exchange_bytes <= parse_bytes(case.settings["cpu_memory"])
 
 
+@pytest.mark.slow
 def test_ranks_with_different_ram_take_a_way_that_fits_all(tmp_path: Path) -> None:
     case, hardware = RANK_CASES["2 nodes"], HardwareProfile.from_mapping(SLOW_NETWORK)
     ram = (case.settings["cpu_memory"], "3264KiB")  # lent pieces take 192 KiB of it

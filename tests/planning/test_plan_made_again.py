@@ -129,6 +129,7 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rates_are_corrected_to_the_plan_of_the_true_ones(
     name: str, desktop: HardwareProfile, make_run: Any
@@ -222,7 +223,7 @@ def test_time_that_no_lane_shows_counts_for_the_bottleneck(desktop: HardwareProf
     assert run.plan.prediction.step_s > 1.2 * run.first.plan.prediction.step_s
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("lost_s", "slower"), [(0.2, 3.0), (0.2, 1.0), (0.0, 3.0)])
 @pytest.mark.parametrize("shares_cpu", [False, True])
 @pytest.mark.parametrize("lengths", [(64, 8192), (512, 4096), (64, 2048, 8192), (64, 80)])

@@ -417,6 +417,8 @@ def test_a_row_that_ranks_cannot_halve_is_planned_with_a_token_more(tmp_path: Pa
     assert (planned_bytes, peak_bytes) == (keys_bytes(2 * 62, 2), keys_bytes(2 * 61, 2))
 
 
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("length", "at_once"), [(120, 120), (40, 64), pytest.param(16, 64, marks=pytest.mark.slow)])
 def test_only_rows_that_chunks_see_together_have_keys_in_ram(length: int, at_once: int, tmp_path: Path) -> None:
     """Batches have 4 rows. Chunks have 32 tokens, so that 64 tokens of whole rows may be in RAM together."""
@@ -425,6 +427,7 @@ def test_only_rows_that_chunks_see_together_have_keys_in_ram(length: int, at_onc
     assert peak_bytes == keys_bytes(at_once if length != 40 else 40, 2)
 
 
+@pytest.mark.slow
 def test_keys_of_longer_rows_take_the_ram_of_activations(tmp_path: Path) -> None:
     """Copies of records stay, activations go on to the SSD, and no number changes."""
     lengths, settings = [SHORT, 4 * LONG, 4 * LONG, SHORT], {"cpu_memory": 3_700_000, "durability": "checkpoint"}

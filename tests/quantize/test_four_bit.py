@@ -70,7 +70,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(scales, packed[0]) for scales in packed)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 @pytest.mark.parametrize("shape", [(20, 72), (7, 9), (50, 100), (3, 129), (300, 72)])
 def test_a_width_that_is_no_multiple_of_the_block_equals_bitsandbytes(

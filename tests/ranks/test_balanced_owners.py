@@ -221,6 +221,7 @@ def test_a_run_without_counted_rows_is_refused(rows: dict[str, list[int]] | None
         balanced_owners(form, facts, 2, None, None, "here")
 
 
+@pytest.mark.slow
 def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ def test_ranks_of_a_node_share_the_rows_of_a_hot_expert(family: str, tmp_path: P
     assert rows.most_owned / mean > 2 and rows.most_computed / mean <= 1.25, rows
 
 
+@pytest.mark.slow
 def test_nodes_balance_their_rows_and_pass_them_on(tmp_path: Path) -> None:
     make_model = Chosen("mixtral", half_to_one)
     rows = check_balanced(check_ranks(4, tmp_path, make_model, num_local=2, recompute=True, **{"experts.balance": 1}))

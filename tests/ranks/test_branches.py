@@ -225,7 +225,7 @@ def only_for_others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, only_for_others: list[str]) -> None:
@@ -234,7 +234,7 @@ def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Pa
     assert bool(only_for_others) == (name != "none"), "ranks with equal batches need the same blocks"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path: Path) -> None:
@@ -243,7 +243,8 @@ def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, max_norm)))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: float, tmp_path: Path) -> None:
@@ -259,13 +260,14 @@ def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: flo
             assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * len(branches)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> None:
     stock = train_stock(CASES[name], 2, 0.5)
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], 0.5), num_local=1))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["images", "skipping"])
 @pytest.mark.parametrize("clip", ["speculate", "defer"])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
@@ -274,7 +276,7 @@ def test_guesses_of_ranks_whose_batches_differ(clip: str, max_norm: float, name:
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, _clip=clip)))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 @pytest.mark.parametrize("activations", ["keep", "swap"])
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -287,7 +289,8 @@ def test_activations_of_ranks_whose_batches_differ(
     check(stock, run_ranks(2, run))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("evaluating", [(0, 1), (1,)])
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_ranks_may_evaluate_different_batches_between_steps(
@@ -325,6 +328,7 @@ def test_the_words_of_a_rank_that_raises_in_its_forward_reach_the_other(failing:
     assert "the image is torn" in str(other.error)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("fault", [None, Fault(1, "die", 60, "loads")])
 def test_a_rank_that_is_lost_in_such_a_step_is_named(fault: Fault | None, tmp_path: Path) -> None:
     """A rank that hangs still serves loads, so that the other rank waits for its gradients."""

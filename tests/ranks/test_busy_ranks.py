@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from busy_ranks import FAULTS, Fault, befall, kill_in_a_gather
+from covering import slow_but
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_but(("killed", "fails", "leaves"), FAULTS))
 def test_all_others_name_the_rank_with_a_fault(fault: Fault) -> None:
     befall(fault, 0, 2).check(fault)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_with_the_store_and_a_living_child_is_named() -> None:
     """The child keeps the store's connections open, too, so calls to it hang."""
     befall("killed with a child", 0, 4, rank_0_has_store=True).check("killed with a child")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
@@ -23,7 +24,6 @@ from hf_lohan.engine import ranks as engine_ranks
 from hf_lohan.planner import Collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -42,7 +42,7 @@ def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
             assert torch.equal(ours.weights[name], weight.detach()), name
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
@@ -59,7 +59,7 @@ def test_gradients_are_rounded_as_in_one_process_with_the_codec(
     assert any(not torch.equal(exact.parameters[name], weight) for name, weight in oracle.parameters.items())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("word", ["exact", "int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), NODES)
 def test_the_sent_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_settings_between_nodes_round_nothing_on_one_node(tmp_path: Path, caplog
     assert "has no effect between machines" in caplog.text
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (3, 3), (2, 1)])
@@ -132,7 +132,7 @@ def test_within_a_node_values_are_rounded_as_in_one_process_with_the_codecs(
         assert 0.001 < coded["weights_within"]["relative_rms_error"] < 0.02
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward", ["world", "ram", "ssd"])
 @pytest.mark.parametrize("forward", ["exact", "delta", "int8"])
@@ -153,7 +153,7 @@ def test_each_way_between_nodes_brings_the_same_bits_to_devices(
             assert 0.001 < coded["relative_rms_error"] < 0.02
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("gradients", ["exact", "int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
 def test_each_backward_of_a_step_is_coded(num_ranks: int, num_local: int, gradients: str, tmp_path: Path) -> None:
@@ -164,6 +164,8 @@ def test_each_backward_of_a_step_is_coded(num_ranks: int, num_local: int, gradie
     check_against_oracle(training.run(tmp_path, {"gradients": gradients, "within": "int8"}), oracle)
 
 
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_codecs_of_a_late_device_race_with_nothing(num_local: int, tmp_path: Path) -> None:
     """Copies and codecs of this device run late, in any order that its events allow."""
@@ -251,7 +253,7 @@ def test_a_codec_that_rounds_is_logged_with_its_error(tmp_path: Path, caplog: py
     assert all("root mean square" in text for text in errors)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("backward", ["world", "node"])
@@ -265,7 +267,7 @@ def test_weights_are_rounded_as_in_one_process_with_the_codec(
     check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("within", ["exact", "int4"])
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_quantized_rounds_weights_and_gradients(num_local: int, within: str, tmp_path: Path) -> None:
@@ -286,8 +288,8 @@ def test_quantized_rounds_weights_and_gradients(num_local: int, within: str, tmp
 EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_ranks", "num_local", "max_norm"), [(2, 1, 0.5), (4, 2, 0.5), (2, 1, 0.0)])
 def test_kept_weights_change_no_bit(
     num_ranks: int, num_local: int, max_norm: float, dtype: torch.dtype, tmp_path: Path
@@ -304,7 +306,7 @@ def test_kept_weights_change_no_bit(
             assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("forward", ["exact", "int8"])
 @pytest.mark.parametrize("backward", ["world", "node"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), NODES)
@@ -352,7 +354,8 @@ def test_a_step_sends_only_changes(tmp_path: Path) -> None:
         assert ours.sent["weights"] - of_first < of_later / 3
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("forward", ["exact", "delta", "int8"])
 def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num_local: int, tmp_path: Path) -> None:
@@ -368,7 +371,7 @@ def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num
         assert ours.sent == other.sent
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("source", ["ram", "ssd"])
 @pytest.mark.parametrize("forward", ["exact", "int8"])
@@ -408,6 +411,7 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", slow_but([True], [False, True]))
 def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
     """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import test_branches
 import torch
+from async_device import AsyncDevice
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from gloo_devices import gloo_between_cpus
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
 from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
@@ -40,8 +42,6 @@ from hf_lohan.ranks import (
     RankTimeoutError,
 )
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
@@ -92,6 +92,7 @@ def test_devices_add_in_rank_order_in_any_order_of_arrival(seed: int) -> None:
     check(backwards, run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_are_coded_for_other_nodes_as_on_the_host(seed: int) -> None:
     """The gradient of a single rank is coded before it is multiplied by a sixth."""
@@ -130,7 +131,7 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
     assert any(isinstance(error, RanksDisagreeError) for error in errors)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("what", ["die", "hang"])
 @pytest.mark.parametrize(("num_ranks", "num_local", "victim"), [(3, 3, 0), (3, 3, 1), (3, 3, 2), (4, 2, 1), (4, 2, 2)])
 def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
@@ -345,6 +346,7 @@ def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, 
     assert 4 * NUM_STEPS * num_params <= sum(copied) < 1.2 * 4 * NUM_STEPS * num_params
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_three_ranks_in_bfloat16(family: str, tmp_path: Path, ways: list[bool]) -> None:
     """A third is no float, so each operation rounds."""
@@ -356,6 +358,7 @@ def test_three_ranks_in_bfloat16(family: str, tmp_path: Path, ways: list[bool]) 
     assert any(ways)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_accumulated_gradients_are_added_on_the_host(clip: str, tmp_path: Path, ways: list[bool]) -> None:
     def train(links: Links, folder: Path, **settings: Any) -> Trained:
@@ -392,6 +395,7 @@ def train_together(links: Links, folder: Path, **settings: Any) -> Trained:
         engine.close()
 
 
+@pytest.mark.slow
 def test_micro_batches_that_run_together(tmp_path: Path, ways: list[bool]) -> None:
     """Their sums are float32, on the device."""
     train_both(2, tmp_path, train_together)
@@ -402,6 +406,7 @@ def spoils(step: int, rank: int) -> bool:
     return (step, rank) == (1, 1)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_path: Path) -> None:
     skipped: list[bool] = []
@@ -431,6 +436,7 @@ def test_a_dropped_step_leaves_nothing_behind(tmp_path: Path) -> None:
     train_both(2, tmp_path, train)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: Path) -> None:
     def freeze(engine: OffloadEngine, step: int) -> None:
@@ -456,7 +462,7 @@ def plain_batch(_branch: Any, seed: int) -> dict[str, Any]:
 ADAPTERS = Case(tiny_adapters, plain_batch, [[None, None]] * 4)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", [*CASES, "adapters"])
 def test_adapters_and_ranks_whose_batches_pass_different_layers(
@@ -471,6 +477,7 @@ def test_adapters_and_ranks_whose_batches_pass_different_layers(
     assert ways and all(ways)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulated_gradients_of_ranks_whose_batches_differ(name: str, tmp_path: Path, ways: list[bool]) -> None:
     case = ACCUMULATED[name]
@@ -479,7 +486,7 @@ def test_accumulated_gradients_of_ranks_whose_batches_differ(name: str, tmp_path
     assert ways and not any(ways)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, family: str, tmp_path: Path, ways: list[bool]) -> None:

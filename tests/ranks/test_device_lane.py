@@ -17,7 +17,9 @@ import embedding_ranks
 import pytest
 import test_packed_weights
 import torch
+from async_device import AsyncDevice
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from gloo_devices import gloo_between_cpus
 from packed_bases import base_of
 from test_training import NUM_STEPS, Trained, train_rank, train_stock
 from torch import Tensor
@@ -32,8 +34,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import LaneClosedError
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
@@ -76,6 +76,7 @@ def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -
         assert sent_bytes == 3 * 4 * (parts[rank][1] - parts[rank][0]) * (num_ranks - 1)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_in_exchange", [False, True])
 def test_a_rank_that_closes_ends_the_exchange_of_another(is_in_exchange: bool, over_gloo: None) -> None:
     """A rank that has loaded all it needs closes, while another loads ahead. A group of GPUs does not tell that another
@@ -268,7 +269,7 @@ def compare(ours: Trained, theirs: Trained) -> None:
     assert all(map(torch.equal, ours.losses, theirs.losses))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
@@ -303,6 +304,7 @@ def test_training_equals_that_through_host_memory(
     assert sum(sent["nccl"].values()) > NUM_STEPS * model_bytes * (num_ranks - 1)
 
 
+@pytest.mark.slow
 def test_micro_batches_in_bfloat16_equal_those_through_host_memory(tmp_path: Path, over_gloo: None) -> None:
     def train(links: Links, transport: str) -> Trained:
         folder = tmp_path / transport
@@ -313,6 +315,7 @@ def test_micro_batches_in_bfloat16_equal_those_through_host_memory(tmp_path: Pat
         compare(ours, theirs)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
     stock = train_stock("llama", 2, 0.5)
@@ -356,7 +359,7 @@ def nodes(num_ranks: int, num_local: int, **options: Any) -> Training:
     return Training(num_ranks, num_local, num_steps=4, gpu_memory="8MiB", **options)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks", [4, 6])
 @pytest.mark.parametrize(
@@ -371,7 +374,8 @@ def test_nodes_train_as_through_host_memory(
     compare_transports(nodes(num_ranks, 2, dtype=dtype, evaluates=True), tmp_path, collectives)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_backwards", [1, 2])
 @pytest.mark.parametrize("within", ["int8", "int4"])
 def test_coded_weights_and_gradients_go_from_device_to_device(
@@ -384,7 +388,7 @@ def slowly(*values: int) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("victim", [1, 2, *slowly(0, 3)])
 @pytest.mark.parametrize("at_message", [150, 300, *slowly(*range(60, 460, 20))])
 def test_a_dead_rank_ends_the_ranks_of_all_nodes(at_message: int, victim: int, tmp_path: Path, over_gloo: None) -> None:
@@ -403,7 +407,8 @@ def test_a_dead_rank_ends_the_ranks_of_all_nodes(at_message: int, victim: int, t
 # What goes beside devices, and packed weights.
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [2, 4])
 @pytest.mark.parametrize("kind", ["llama", "llama-fp8", "mixtral"])
 def test_packed_weights_are_decoded_on_each_device(
@@ -436,6 +441,8 @@ def test_packed_weights_are_decoded_on_each_device(
     assert layers and sum(gathered) >= 2 * 3 * sum(layers)  # in forward and backward of each step
 
 
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
 def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
     found = []
@@ -449,6 +456,7 @@ def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tm
         assert all(map(torch.equal, ours.losses, theirs.losses)) and all(map(torch.equal, ours.norms, theirs.norms))
 
 
+@pytest.mark.slow
 def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> None:
     """Keys and values go through shared memory, layer by layer, while devices send weights and gradients."""
 
@@ -485,6 +493,7 @@ def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> Non
         compare(ours, theirs)
 
 
+@pytest.mark.slow
 def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
     make_model = partial(divided_experts.expert_model, "mixtral")
     found = []
@@ -497,6 +506,8 @@ def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
         assert all(map(torch.equal, ours.losses, theirs.losses)) and ours.sent_bytes == theirs.sent_bytes > 0
 
 
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_no_wait_is_missing_on_nodes_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
     devices = [AsyncDevice(seed + rank, max_delay_s=5e-4) for rank in range(4)]  # their threads outlive the ranks

@@ -41,6 +41,7 @@ def read_rows(engine: OffloadEngine) -> Tensor:
         return torch.nn.functional.embedding(torch.arange(1501), engine.model.get_input_embeddings().weight)
 
 
+@pytest.mark.slow
 def test_rows_that_other_ranks_have_updated_are_refused(tmp_path: Path) -> None:
     """A rank without a token also gets no weights of a step that has not ended."""
     table = small_model().get_input_embeddings().weight.detach()
@@ -59,6 +60,7 @@ def test_rows_that_other_ranks_have_updated_are_refused(tmp_path: Path) -> None:
         run_ranks(2, lambda links: Run(batch=batch, before_step=read).train_rank(links, tmp_path, "rows"))
 
 
+@pytest.mark.slow
 def test_rows_of_a_step_that_is_ending_are_refused(tmp_path: Path) -> None:
     """A rank that has clipped and not stepped gets no rows of an owner that has updated them in its step."""
     is_updated, is_read = threading.Event(), threading.Event()
@@ -97,12 +99,13 @@ def evaluate(engine: OffloadEngine) -> Tensor:
         return engine.model(**tiny_batch()).loss
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @pytest.mark.parametrize("schedule", ["serial", "naive", "optimized"])
-@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.parametrize("read_weights", [evaluate, read_rows])
+@pytest.mark.parametrize("num_local", [1, 2])
 def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
-    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+    num_local: int, read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
 ) -> None:
     """The updates of the other rank need this rank's first commit, for which this rank needs no `step`."""
     is_ending = threading.Event()
@@ -125,11 +128,11 @@ def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
         RanksDisagreeError,
         match=r"rank 1 ends a step with step\(\) or .* changes model\.\S+, while another rank still reads",
     ):
-        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("read_weights", [evaluate, read_rows])
 @pytest.mark.parametrize(("schedule", "clip"), [("serial", "defer"), ("optimized", "speculate")])
 def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
     read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
@@ -179,7 +182,7 @@ def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
         run_ranks(2, train)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("at_operation", [3, 5])
 def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_operation: int, num_local: int, tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:
     assert any("model.embed_tokens" in text for text in told), told
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_told: bool, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from embedding_ranks import (
     WORDS,
@@ -28,7 +29,6 @@ from hf_lohan.model import rows_between
 from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import TableRows
 from hf_lohan.ranks.collectives.node_sums import SUM_PIECE_NUMEL
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("cuts_small_tables")
@@ -46,6 +46,8 @@ def large_model() -> Any:
 LARGE = {"cpu_memory": "160MiB", "gpu_memory": "80MiB"}
 
 
+@pytest.mark.slow
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("num_ranks", "num_local"),
     [(2, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(4, 4), (2, 1)])],
@@ -126,18 +128,22 @@ def table_gradient_bytes(run: Run, layout: Any, rank: int, *, by_rows: bool) -> 
     "run",
     [
         pytest.param(Run(max_norm=0.5), id="deferred"),
-        pytest.param(Run(max_norm=100.0, settings={"_clip": "speculate"}), id="guessed"),
-        pytest.param(Run(max_norm=0.5, settings={"_clip": "speculate"}), id="guessed wrong"),
-        pytest.param(Run(max_norm=0.5, accumulation=3), id="accumulated"),
-        pytest.param(Run(max_norm=0.5, accumulation=3, together=True), id="together"),
-        pytest.param(Run(2, 1, max_norm=0.5, accumulation=2), id="two nodes"),
+        pytest.param(Run(max_norm=100.0, settings={"_clip": "speculate"}), id="guessed", marks=pytest.mark.slow),
+        pytest.param(Run(max_norm=0.5, settings={"_clip": "speculate"}), id="guessed wrong", marks=pytest.mark.slow),
+        pytest.param(Run(max_norm=0.5, accumulation=3), id="accumulated", marks=pytest.mark.slow),
+        pytest.param(Run(max_norm=0.5, accumulation=3, together=True), id="together", marks=pytest.mark.slow),
+        pytest.param(Run(2, 1, max_norm=0.5, accumulation=2), id="two nodes", marks=pytest.mark.slow),
         pytest.param(Run(4, 2, max_norm=0.5, dtype=torch.bfloat16), id="bfloat16"),
-        pytest.param(Run(settings={"_schedule": "serial"}), id="serial"),
-        pytest.param(Run(2, 1, untied_gpt2), id="gpt2"),
+        pytest.param(Run(settings={"_schedule": "serial"}), id="serial", marks=pytest.mark.slow),
+        pytest.param(Run(2, 1, untied_gpt2), id="gpt2", marks=pytest.mark.slow),
         pytest.param(
-            Run(2, 1, max_norm=0.5, settings={"_resident_records": "auto", "cpu_memory": "16MiB"}), id="in RAM"
+            Run(2, 1, max_norm=0.5, settings={"_resident_records": "auto", "cpu_memory": "16MiB"}),
+            id="in RAM",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(Run(2, 1, max_norm=0.5, settings={"durability": "checkpoint"}), id="one version"),
+        pytest.param(
+            Run(2, 1, max_norm=0.5, settings={"durability": "checkpoint"}), id="one version", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_equals_whole_embeddings(run: Run, tmp_path: Path) -> None:
@@ -156,6 +162,7 @@ def test_clipped_ranks_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(map(same_bits, rows[0].norms, stock.norms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
     run = Run(4, 2, max_norm=0.5, make_device=lambda: AsyncDevice(seed, max_delay_s=5e-4))
@@ -186,7 +193,7 @@ def test_rows_are_not_rounded(tmp_path: Path) -> None:
 PAD = 3
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("kind", ["only padding", "one token", "no tokens", "much longer"])
 def test_batches_that_differ(kind: str, num_local: int, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RankFailedError, RowEx
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("at", [3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
 def test_a_rank_that_dies_in_the_exchange_ends_the_others(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from covering import slow_but
 from divided_experts import (
     CHOICES,
@@ -41,7 +42,6 @@ from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
@@ -59,7 +59,7 @@ def test_four_ranks_train_as_one_process(family: str, num_local: int, tmp_path: 
     check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, **{"experts.parallel": "world"})
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("balance", [False, 1])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (2, 1), (4, 2)])
 def test_any_rank_may_own_an_expert(num_ranks: int, num_local: int, balance: int, tmp_path: Path) -> None:
@@ -75,6 +75,7 @@ def test_any_rank_may_own_an_expert(num_ranks: int, num_local: int, balance: int
     )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_micro_batches_add_to_the_sums_of_the_ranks(is_joint: bool, tmp_path: Path) -> None:
     check_ranks(2, tmp_path, partial(expert_model, "mixtral"), accumulation=2, is_joint=is_joint, recompute=True)
@@ -89,11 +90,13 @@ def test_the_norm_of_all_ranks_clips_all_experts(clip: str, tmp_path: Path) -> N
     check_equal(trained, train_stock(make_model, 2, norms=trained[0].norms, max_norm=0.5))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("activations", ["keep", "swap", "recompute"])
 def test_checkpointed_layers_train_as_one_process(activations: str, tmp_path: Path) -> None:
     check_ranks(2, tmp_path, partial(expert_model, "qwen3_moe"), recompute=True, activations=activations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_local"), [pytest.param(3, 3, marks=pytest.mark.slow), (4, 2)])
 def test_ranks_that_kept_their_outputs_serve_a_recomputation(
     num_ranks: int, num_local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +160,7 @@ def test_four_ranks_on_two_nodes_train_each_family_in_each_way(family: str, way:
     check_ranks(4, tmp_path, make_model, num_local=2, **WAYS[way])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -> None:
     def make_model() -> Any:
@@ -170,6 +174,7 @@ def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -
         assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 16))])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
     make_model = Chosen("mixtral", half_to_one)
@@ -184,6 +189,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
     check_equal(trained, train_stock(make_model, 2))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), (4, 2)])
 def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_path: Path) -> None:
     """A token's row goes once to each other rank of the node that owns an expert of it, and once to each other node,
@@ -237,6 +243,7 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
         assert (between_nodes + undivided) / (2 * undivided) < 0.64
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_path: Path) -> None:
     """The other lanes have the bytes of the blocks that all ranks share."""

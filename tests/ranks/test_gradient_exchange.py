@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from gloo_devices import gloo_between_cpus
 from torch import Tensor
 
 from hf_lohan.ranks import (
@@ -22,7 +23,6 @@ from hf_lohan.ranks import (
 from hf_lohan.ranks.collectives import node_sums
 from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums
 from hf_lohan.ranks.transport import watch
-from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1), (6, 2), (8, 2)]
@@ -39,6 +39,7 @@ def test_owners_get_the_sum_in_rank_order_and_all_buffers_are_released(
     check(backwards, found)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
 def test_large_chunks_are_sent_between_nodes_in_pieces(num_ranks: int, num_local: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed=1, max_numel=600_000, num_steps=1, share_without=0.0)
@@ -103,6 +104,7 @@ def test_a_sum_may_overwrite_the_owners_own_gradient(
     check(backwards, run_ranks(num_ranks, run, num_local=num_local))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (3, 3), (4, 2), (4, 1)])
 def test_an_abandoned_backward_releases_all_buffers_and_the_next_one_is_complete(
     num_ranks: int, num_local: int
@@ -172,6 +174,7 @@ def test_other_ranks_do_not_learn_that_a_sum_is_unwanted(on_device: bool) -> Non
     assert {key for sums in found for _, key in sums.sums} == set(backwards.owners)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize("at_operation", [0, 9, 25])
 def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_operation: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from engines import resolved
 from packed_bases import Base, base_of
 from torch import Tensor
@@ -21,7 +22,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
 from hf_lohan.ranks import WEIGHTS_INT8, BlockCodec, Links, MeasuredCodec, Ranks
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import run_ranks
 from hf_lohan.weights import NodeShards
@@ -157,7 +157,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS, ids=["nf4", "plain nf4", "fp4", "int8"])
 def test_two_ranks_train_as_one_process(form: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -165,6 +165,7 @@ def test_two_ranks_train_as_one_process(form: dict[str, Any], dtype: torch.dtype
     assert "codes" in cut_kinds(trained[0].layout)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_other_layers_train_as_one_process(family: str, tmp_path: Path) -> None:
     trained, _ = check_ranks(tmp_path, lambda: base_of(family, NF4), experts="with_layer")
@@ -178,6 +179,7 @@ def test_weights_that_train_beside_packed_ones_change_on_all_ranks(tmp_path: Pat
     assert any(block.rank_ranges[1][0] < block.state_numel for block in trained[0].layout.blocks)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["llama-fp8", "llama-int4", "gpt_oss-mxfp4", "mixtral-fp8"])
 def test_weights_that_a_checkpoint_packed_train_as_in_one_process(kind: str, tmp_path: Path) -> None:
     _, alone = check_ranks(tmp_path, lambda: base_of(kind, folder=tmp_path / "base"), experts="with_layer")
@@ -186,6 +188,7 @@ def test_weights_that_a_checkpoint_packed_train_as_in_one_process(kind: str, tmp
     assert all(map(torch.equal, alone.losses, expected.losses))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss-mxfp4"])
 def test_each_rank_decodes_its_own_experts(kind: str, tmp_path: Path) -> None:
     """Ranks are compared with ranks over the decoded base, because one process sums the rows of an expert in another
@@ -211,6 +214,7 @@ def test_each_rank_decodes_its_own_experts(kind: str, tmp_path: Path) -> None:
         assert own < 0.6 * sum(block.codes_bytes for block in ours.layout.blocks)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("backward", ["ram", "ssd"])
 def test_nodes_keep_packed_layers_and_no_experts_of_others(backward: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"experts": "streamed", "experts.parallel": "world", "max_norm": 0.0}
@@ -226,6 +230,7 @@ def test_nodes_keep_packed_layers_and_no_experts_of_others(backward: str, tmp_pa
         assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
     alone = train(Links.alone(), tmp_path / "alone", base_of("llama", NF4), num_batches=2)
@@ -276,7 +281,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
 def test_packed_bytes_go_between_nodes(way: dict[str, str], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -321,6 +326,7 @@ def test_a_codec_changes_no_packed_byte(tmp_path: Path, monkeypatch: pytest.Monk
     assert coded and max(coded) <= max(block.stored_numel for block in trained[0].layout.blocks)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_rounded_weights_go_with_the_bytes_of_packed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
     base = base_of("llama", NF4)

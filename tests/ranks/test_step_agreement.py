@@ -182,6 +182,7 @@ def disagreement(outcomes: Sequence[Outcome[list[Tensor]]]) -> str:
     return texts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeroing_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_gradients_that_one_rank_sets_to_zeros_change_no_number(zeroing_rank: int, tmp_path: Path) -> None:
     """With torch, that rank alone would move a weight that no rank uses. Here it names the weight, and ends the run."""

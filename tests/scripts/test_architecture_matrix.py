@@ -29,6 +29,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -47,6 +48,7 @@ BY_NAME = (
 )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "name",
     [
@@ -102,6 +104,7 @@ def processed_images(processor: Any, model: Any, grids: tuple[tuple[int, int], .
     return {name: value for name, value in outputs.items() if name in inspect.signature(model.forward).parameters}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [name if name == "Qwen3VL" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESSORS]
 )
@@ -132,6 +135,7 @@ def test_batches_differ_in_the_number_and_size_of_images() -> None:
     }
 
 
+@pytest.mark.slow
 def test_differences_and_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = matrix.train_in_memory
 

@@ -72,6 +72,7 @@ def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file:
     assert model.dtype == torch.float32 and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
 def test_a_name_in_the_hubs_cache(
     offload: tuple[str, ...],
@@ -90,6 +91,7 @@ def test_a_name_in_the_hubs_cache(
     assert tensors_in(tmp_path / "out")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
 def test_a_resumed_run_equals_a_whole_one(
     offload: tuple[str, ...], checkpoint: Checkpoints, text_file: Path, tmp_path: Path
@@ -113,6 +115,7 @@ def test_resume_takes_the_last_committed_step(checkpoint: Checkpoints, text_file
     assert (out / "model.safetensors").read_bytes() == trained  # no step was left to take
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["lohan.yaml", "lohan_small_budget.yaml", "lohan_two_ssds.yaml", "quickstart.yaml"])
 def test_every_config_runs(
     name: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ def inputs(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_small_device_gets_chunks(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long_context.main(inputs, tmp_path / "out", tokens=1024, device_memory="4MiB", cpu_memory="16MiB", steps=1)
     printed = capsys.readouterr().out

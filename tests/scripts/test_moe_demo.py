@@ -56,6 +56,7 @@ def test_the_number_of_layers_can_be_chosen(dense: Path, tmp_path: Path) -> None
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_each_kind_has_text() -> None:
     kinds = moe_inputs.kinds_of_text()
     assert list(kinds) == ["reference", "python", "cpp", "licenses"]

@@ -1,4 +1,4 @@
-"""Choose a few cases of a test that cover each value, or each pair of values, of its parameters."""
+"""Choose the first case of a test, or a few cases that cover each value, or each pair of values, of its parameters."""
 
 from __future__ import annotations
 

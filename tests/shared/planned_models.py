@@ -71,6 +71,8 @@ def one_plan_alone() -> Iterator[None]:
         mock.patch.object(Studies, "choose_solver", one_solver),
         mock.patch.object(plan_changes, "nearest_changes", return_value=[]),
         mock.patch.object(plan_report, "nearest_changes", return_value=[]),
+        mock.patch.object(plan_changes, "small_states", return_value=[]),
+        mock.patch.object(plan_report, "small_states", return_value=[]),
         mock.patch.object(plan_changes, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
         mock.patch.object(plan_report, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
     ):

@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from recorded_disk import PowerCut, RecordedDisk
 
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
-from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 
 MODEL = ModelIdentity("Llama", 1, "abc")
 RECORDS = [RecordSpec("a", "param", "float32", 2048)]

@@ -9,13 +9,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from recorded_disk import PowerCut, RecordedDisk
 from versioned_stores import MODEL, write_some
 from versioned_stores import TWO_RECORDS as RECORDS
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, Store
-from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 
@@ -154,7 +154,7 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, State])
     return key
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("lives_in_ram", [False, True])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_a_power_cut_with_two_homes_leaves_a_complete_state(

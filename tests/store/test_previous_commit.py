@@ -12,13 +12,13 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
+from recorded_disk import PowerCut, RecordedDisk
 from versioned_stores import MODEL, write_some
 from versioned_stores import TWO_RECORDS as RECORDS
 
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
 from hf_lohan.store import GRANULE_NUMEL, Commit, Store
 from hf_lohan.store.commits import COMMIT_NAME, PREVIOUS_NAME
-from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 

@@ -39,7 +39,8 @@ def test_the_store_of_another_model_is_refused_and_survives(
         advice = f"; to continue that run, load with model_class=transformers.{stored}"
         assert str(caught.value).endswith(advice) == is_named and ("model_class=" in str(caught.value)) == is_named
     with pytest.raises(
-        ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, and this run has int8; set it to"
+        ForeignStoreError,
+        match=r"a holds a store with optimizer_state_dtype: float32, and this run has optimizer_state_dtype: int8",
     ):
         Store.open(paths, model=replace(other, optimizer_state_dtype="int8"), engine=engine)
     with Store.open(paths, model=model, engine=engine) as store:

@@ -38,6 +38,7 @@ print(held, anonymous_memory_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's mallopt")
 def test_memory_that_a_step_frees_is_reused_without_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
@@ -56,6 +57,7 @@ def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not keep_freed_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc_trim")
 def test_freed_memory_between_other_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):

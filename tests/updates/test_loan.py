@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from engines import EngineFactory, TwinsFactory
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Lane
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
 from hf_lohan.updates.handover import BorrowedSlot

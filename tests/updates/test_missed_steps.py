@@ -23,6 +23,7 @@ FORMS = [
     master_format(torch.bfloat16),
     master_format(torch.bfloat16, "bfloat16"),
     master_format(torch.float32, "int8"),
+    master_format(torch.bfloat16, "int8_stochastic"),
 ]
 MakeBench = Callable[..., LazyBench]
 
@@ -136,6 +137,7 @@ def test_experts_that_no_backward_passed_take_no_step(make: MakeBench) -> None:
     assert_equal(lazy, eager)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk_numel", [CHUNK_NUMEL, 3 * CHUNK_NUMEL])
 def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> None:
     """The store may be opened with other chunks and without lazy experts."""

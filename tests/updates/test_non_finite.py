@@ -178,6 +178,7 @@ def test_updates_that_cannot_be_undone_refuse_gradients_that_are_not_finite(
     assert np.isfinite(written).all()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @WAY
 def test_uninitialized_memory_in_buffers_does_not_count(

@@ -19,6 +19,7 @@ TwinsFactory = Callable[..., Any]
 # Between backward and step, readers see the weights of the last step.
 
 
+@pytest.mark.covering(0)
 @EITHER_WAY
 @pytest.mark.parametrize("gpu_memory", ["512KiB", "4MiB"], ids=["few_slots", "many_slots"])
 def test_an_evaluation_between_backward_and_step_sees_no_guess(
@@ -34,6 +35,7 @@ def test_an_evaluation_between_backward_and_step_sees_no_guess(
     twins.assert_equal()
 
 
+@pytest.mark.covering(0)
 @EITHER_WAY
 @pytest.mark.parametrize("schedule", ["optimized", "naive"])
 def test_an_evaluation_right_after_a_step_sees_the_new_weights(
@@ -63,6 +65,7 @@ def test_a_submodule_called_between_backward_and_step_sees_no_guess(max_norm: fl
     twins.assert_equal()
 
 
+@pytest.mark.covering(0)
 @EITHER_WAY
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 def test_a_second_backward_without_a_forward_sees_no_guess(
@@ -134,6 +137,7 @@ def test_a_guess_that_zero_grad_drops_changes_nothing(make_twins: TwinsFactory) 
     assert counts(twins) == (5, 2)
 
 
+@pytest.mark.covering(0)
 @EITHER_WAY
 @pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.norm"])
 def test_a_failed_backward_undoes_its_guesses(place: str, max_norm: float, make_twins: TwinsFactory) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
@@ -230,10 +230,17 @@ class World:
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "num_local", "room"),
     [
-        *((0, 1, 1, 2.0), (1, 2, 1, 2.0), (0, 3, 3, 1.0), (1, 4, 2, 2.0)),
+        *((1, 2, 1, 2.0), (1, 4, 2, 2.0)),
         *(
             pytest.param(*world, marks=pytest.mark.slow)
-            for world in ((0, 2, 2, 2.0), (1, 4, 4, 1.5), (0, 4, 1, 1.0), (1, 8, 4, 2.0))
+            for world in (
+                (0, 1, 1, 2.0),
+                (0, 3, 3, 1.0),
+                (0, 2, 2, 2.0),
+                (1, 4, 4, 1.5),
+                (0, 4, 1, 1.0),
+                (1, 8, 4, 2.0),
+            )
         ),
     ],
 )
@@ -254,6 +261,7 @@ def test_each_use_sees_the_last_update_in_many_programs(seed: int, tmp_path: Pat
     world.run(world.write(seed, num_passes=8, oddity=0.3), seed)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_shared_memory_is_overwritten_before_it_is_copied(seed: int, tmp_path: Path) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
@@ -314,8 +322,9 @@ def run_different(world: World, seed: int, num_steps: int) -> None:
     )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
-    ("seed", "num_ranks", "num_local", "room"), [(0, 2, 2, 1.0), (1, 2, 1, 2.0), (2, 3, 3, 1.5), (3, 4, 2, 1.0)]
+    ("seed", "num_ranks", "num_local", "room"), [(3, 4, 2, 1.0), (1, 2, 1, 2.0), (2, 3, 3, 1.5), (0, 2, 2, 1.0)]
 )
 def test_ranks_that_run_different_layers_see_the_weights_of_the_last_update(
     seed: int, num_ranks: int, num_local: int, room: float, tmp_path: Path
@@ -334,6 +343,7 @@ def test_ranks_that_run_different_layers_see_the_last_update_in_many_programs(se
     run_different(world, seed, num_steps=5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_slot_is_overwritten_too_early_by_ranks_that_run_different_layers(seed: int, tmp_path: Path) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]

@@ -31,9 +31,7 @@ from hf_lohan.annexes.studies.lifetimes import (
 from hf_lohan.compat.torch_private import (
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     StorageWeakRef,
-    TorchDispatchMode,
     storage_id,
     tree_map_only,
 )
@@ -49,9 +47,9 @@ from hf_lohan.planning.tracing.experts_on_paper import NAME as EXPERTS
 from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
 from hf_lohan.planning.tracing.operations import (
     AttentionWithoutDropout,
+    FakeOperations,
     flops_of,
     moved_bytes_of,
-    run_on_fake_tensors,
     tensors_in,
 )
 from hf_lohan.planning.tracing.profile import modules_of, on_fake_tensors
@@ -121,35 +119,28 @@ class _DoesNotRepeat(Exception):
     """Layers use each other's tensors so that one cannot stand for another."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(FakeOperations):
     """Notes operations, and births, uses and deaths of storages, for the part `part`."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, fake_mode: FakeTensorMode, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(fake_mode)
         self.parts: dict[_PART, _Part] = {}
         self.part = _BEGIN
         self.block = ""
         self._times = 1
-        self._fake_mode = fake_mode
         self._alive: dict[int, tuple[_Birth, StorageWeakRef]] = {}
         self._weights: dict[int, str] = {}
         for name, weight in weights.items():  # a tied weight has its first name
             self._weights.setdefault(storage_id(weight), name)
         self._num_fakes: Counter[_Birth] = Counter()
         """Number of fake tensors that stand for a real one, whose life ends with the last of them."""
-        self._inside = False
 
     def to_fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor that counts as the same tensor."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        self._inside = True
-        try:
-            fake = self._fake_mode.from_tensor(tensor)
-        finally:
-            self._inside = False
+        with self.uncounted():
+            fake = self.fake_mode.from_tensor(tensor)
         held = self._alive.get(storage_id(tensor))
         if held is not None and storage_id(fake) not in self._alive:  # a tensor has one fake
             self._alive[storage_id(fake)] = held[0], StorageWeakRef(fake.untyped_storage())
@@ -176,31 +167,12 @@ class _Recorder(TorchDispatchMode):
         if (held := self._alive.get(storage_id(gradient))) is not None:
             self._now().gradients.append((held[0], name))
 
-    def end(self) -> None:
-        """Note the tensors that died since the last operation."""
-        self._note_deaths(self._now())
-
-    def __torch_dispatch__(
-        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._inside or (isinstance(func, OpOverload) and func.namespace == "prim"):
-            # Operations inside a fake operation do not count, nor do questions for a tensor's device.
-            return func(*args, **kwargs)
-        self._inside = True
-        try:
-            part = self._now()
-            self._note_deaths(part)
-            output = run_on_fake_tensors(self._fake_mode, func, args, kwargs)
-            self._note(part, func, args, kwargs, output)
-            return output
-        finally:
-            self._inside = False
-
     def _now(self) -> _Part:
         return self.parts.setdefault(self.part, _Part())
 
-    def _note_deaths(self, part: _Part) -> None:
+    def note_before(self) -> None:
+        """Note the tensors that died since the last operation."""
+        part = self._now()
         number = len(part.operations)
         for key in [key for key, (_, ref) in self._alive.items() if ref.expired()]:
             birth = self._alive.pop(key)[0]
@@ -209,7 +181,8 @@ class _Recorder(TorchDispatchMode):
             else:
                 part.deaths.append((number, birth))
 
-    def _note(self, part: _Part, func: Operation, args: Any, kwargs: Any, output: Any) -> None:
+    def note_call(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        part = self._now()
         number, name = len(part.operations), str(func)
         read, written = list(tensors_in((args, kwargs))), list(tensors_in(output))
         inputs = list(dict.fromkeys(map(storage_id, read)))
@@ -237,34 +210,30 @@ class _Recorder(TorchDispatchMode):
 class _TracedStep(nn.Module):
     """Runs a model's forward and backward, in one call because layers run again in the backward."""
 
-    def __init__(self, model: nn.Module, recorder: _Recorder, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, model: nn.Module, recorder: _Recorder) -> None:
         super().__init__()
         self.model = model
         self._recorder = recorder
-        self._fake_mode = fake_mode
 
     def forward(self, **inputs: Any) -> None:
         output = self.model(**inputs)
         loss = output if isinstance(output, Tensor) else output.loss
         del output  # frees the logits, as Trainer does
         self._recorder.part = _HEAD_BACKWARD
-        with self._fake_mode, self._recorder:
+        with self._recorder.fake_mode, self._recorder:
             loss.backward()
         del loss
-        self._recorder.end()
+        self._recorder.note_before()
 
 
 class _LayersOfStep:
     """Runs some of a model's layers under a recorder. The others return what the layer before them returned."""
 
-    def __init__(
-        self, layers: Mapping[str, nn.Module], chosen: Sequence[int], recorder: _Recorder, fake_mode: FakeTensorMode
-    ) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], chosen: Sequence[int], recorder: _Recorder) -> None:
         self._layers = layers
         self._chosen = frozenset(chosen)
         self._last_chosen = max(chosen, default=-1)
         self._recorder = recorder
-        self._fake_mode = fake_mode
         self._last_output: Any = None
         self._last_called = -1
 
@@ -279,7 +248,7 @@ class _LayersOfStep:
         forward, recorder = layer.forward, self._recorder
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._fake_mode, recorder:
+            with recorder.fake_mode, recorder:
                 return forward(*args, **kwargs)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -430,47 +399,32 @@ def trace_step(
         is_trained = is_trained or any(parameter.requires_grad for parameter in layer.parameters())
     representatives = _representatives(kinds)
     chosen = sorted({near for one in representatives for near in (one - 1, one, one + 1) if 0 <= near < len(kinds)})
-
-    def traced(chosen: Sequence[int], representatives: Sequence[int]) -> StepTrace:
-        recorder = _record(
-            model,
-            blocks,
-            layers,
-            chosen,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            device=device,
-            fused_attention=fused_attention,
-            chunked_loss=chunked_loss,
-        )
-        return _Composition(recorder, representatives, list(layers)).run()
-
+    shape = (batch_size, sequence_length)
+    record = partial(_record, model, blocks, layers, shape, torch.device(device), fused_attention, chunked_loss)
     try:
-        return traced(chosen, representatives)
+        return _Composition(record(chosen), representatives, list(layers)).run()
     except _DoesNotRepeat:
         every = range(len(kinds))
-        return traced(every, every)
+        return _Composition(record(every), every, list(layers)).run()
 
 
 def _record(
     model: nn.Module,
     blocks: ModelBlocks,
     layers: Mapping[str, nn.Module],
-    chosen: Sequence[int],
-    *,
-    batch_size: int,
-    sequence_length: int,
-    device: torch.device | str,
+    shape: tuple[int, int],
+    device: torch.device,
     fused_attention: bool,
     chunked_loss: ChunkedLoss | None,
+    chosen: Sequence[int],
 ) -> _Recorder:
     """Run forward and backward with the ``chosen`` layers."""
     of_experts = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
-    with on_fake_tensors(model, torch.device(device)) as (fake_mode, tensors), contextlib.ExitStack() as stack:
+    with on_fake_tensors(model, device) as (fake_mode, tensors), contextlib.ExitStack() as stack:
         model.train()  # because dropout is part of a step
         weights = {name: tensors[name] for name, _ in model.named_parameters()}
         recorder = _Recorder(fake_mode, tensors)
-        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
+        ids = torch.zeros(shape, dtype=torch.long, device=device)
         stack.enter_context(whole_logits(model))
         chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=recorder.repeat)
         if (chunked_head := chunked_head_of(model, chunked_loss)) is not None:
@@ -486,9 +440,9 @@ def _record(
         for module, own in blocks.experts.items():
             computes = partial(recorder.compute_experts, [block.name for block in own])
             stack.enter_context(forward_replaced(module, forward_on_paper(of_experts[module], computes=computes)))
-        stack.enter_context(_LayersOfStep(layers, chosen, recorder, fake_mode).replaced())
+        stack.enter_context(_LayersOfStep(layers, chosen, recorder).replaced())
         stack.enter_context(recorder)
-        step = _TracedStep(model, recorder, fake_mode)
+        step = _TracedStep(model, recorder)
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         functional_call(
             step, {f"model.{name}": tensor for name, tensor in tensors.items()}, kwargs=inputs, tie_weights=False

@@ -299,6 +299,7 @@ def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
         activations="keep",
         durability="checkpoint",
         optimizer_state_dtype="float32",
+        stochastic_rounding=False,
         save_dtype="auto",
         trace=False,
     )

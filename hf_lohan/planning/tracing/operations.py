@@ -236,21 +236,22 @@ class LiveBytes:
             self._alive.pop(storage_id(tensor), None)
 
 
-class OperationTrace(TorchDispatchMode):
-    """Counts operations for the block `target`. It may be entered again inside `fake_mode`, to see operations before
-    that mode sees them."""
+class FakeOperations(TorchDispatchMode):
+    """Runs operations on fake tensors, and has `note_call` note each. It may be entered again inside ``fake_mode``, to
+    see operations before that mode sees them."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.target = target
-        self.live = LiveBytes()
-        """The block for which operations count. It is replaced when another block begins."""
-        self.is_in_backward = False
-        self.module = ""
-        self._fake_mode = fake_mode
+        self.fake_mode = fake_mode
         self._inside = False
+
+    def note_before(self) -> None:
+        """Called before each operation."""
+
+    def note_call(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Called after each operation."""
 
     def __torch_dispatch__(
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -258,14 +259,13 @@ class OperationTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all calls
             return args[0].fake_device
-        if self._inside:  # operations inside a fake operation do not count
+        if self._inside or func is _DEVICE:  # operations inside a fake operation do not count
             return func(*args, **kwargs)
         self._inside = True
         try:
-            output = run_on_fake_tensors(self._fake_mode, func, args, kwargs)
-            self.live.add_output((args, kwargs), output)
-            if not self.is_in_backward:
-                self.target.add(func, args, kwargs, output, module=self.module)
+            self.note_before()
+            output = _run_on_fake_tensors(self.fake_mode, func, args, kwargs)
+            self.note_call(func, args, kwargs, output)
             return output
         finally:
             self._inside = False
@@ -279,6 +279,23 @@ class OperationTrace(TorchDispatchMode):
         finally:
             self._inside = before
 
+
+class OperationTrace(FakeOperations):
+    """Counts operations for the block `target`."""
+
+    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
+        super().__init__(fake_mode)
+        self.target = target
+        """The block for which operations count. It is replaced when another block begins."""
+        self.live = LiveBytes()
+        self.is_in_backward = False
+        self.module = ""
+
+    def note_call(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.live.add_output((args, kwargs), output)
+        if not self.is_in_backward:
+            self.target.add(func, args, kwargs, output, module=self.module)
+
     def repeat(self, times: int) -> None:
         """Count the next operations that many times."""
         self.target.times = times
@@ -288,7 +305,7 @@ class OperationTrace(TorchDispatchMode):
         self.target.add_experts(experts, module=self.module)
 
 
-def run_on_fake_tensors(
+def _run_on_fake_tensors(
     fake_mode: FakeTensorMode, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `func` in a trace, where some arguments are fake tensors."""

@@ -11,7 +11,7 @@ all blocks and then their scales, in one buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +19,6 @@ from torch import Tensor
 
 from hf_lohan.planner.collectives import GRADIENT_FORMATS, GRADIENT_FORMATS_WITHIN, WEIGHT_FORMAT, CodecFormat
 from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
-
-
-@dataclass(frozen=True, slots=True)
-class CodingError:
-    """The error of a codec on some values."""
-
-    relative_rms: float
-    """Root mean square of the errors divided by the root mean square of the values."""
-    flushed_fraction: float
-    """Fraction of nonzero values that decode to zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +68,6 @@ class BlockCodec:
             some = scales[start // block : start // block + num_blocks_of(values.numel(), block)]
             torch.ops.lohan.dequantize_blocks.out(codes[low:high], some, bits, block, values=values)
             yield start, values
-
-    def decode_sum_(self, messages: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
-        """Write to ``out``, float32, the sum of the values of all payloads, in their order. Each is multiplied by
-        ``scale`` before it is added."""
-        codes, scales = self._parts_of_all(messages, out.numel())
-        torch.ops.lohan.dequantize_sum.out(codes, scales, self.num_bits, self.block_numel, scale, values=out.detach())
-
-    def decode_sum_encode(self, messages: Sequence[Tensor], out: Tensor, numel: int, scale: float = 1.0) -> None:
-        """Write the payload of the sum of `decode_sum_`, which has ``numel`` values, to ``out``, without a float32 sum
-        in memory."""
-        codes, scales = self._parts_of_all(messages, numel)
-        out_codes, out_scales = self._parts(out, numel)
-        torch.ops.lohan.dequantize_sum_quantize.out(
-            codes, scales, self.num_bits, self.block_numel, numel, scale, out_codes=out_codes, out_scales=out_scales
-        )
-
-    def measured_error(self, values: Tensor) -> CodingError:
-        message = torch.empty(self.message_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        decoded = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
-        self.encode(values, message)
-        self.decode(message, decoded)
-        exact = values.detach().double()
-        num_values = int(exact.count_nonzero())
-        if num_values == 0:
-            return CodingError(0.0, 0.0)
-        relative = (decoded - exact).square().sum().div(exact.square().sum()).sqrt()
-        num_flushed = int(((exact != 0) & (decoded == 0)).sum())
-        return CodingError(float(relative), num_flushed / num_values)
-
-    def _parts_of_all(self, messages: Sequence[Tensor], numel: int) -> tuple[list[Tensor], list[Tensor]]:
-        parts = [self._parts(message, numel) for message in messages]
-        return [codes for codes, _ in parts], [scales for _, scales in parts]
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a payload."""

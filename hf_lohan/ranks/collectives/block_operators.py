@@ -1,9 +1,9 @@
-"""The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks`,
-`dequantize_blocks`, `dequantize_sum`, and `dequantize_sum_quantize` for a sum that is sent to other ranks, in blocks of
-the same size or of twice as many values.
+"""The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks.out`,
+`dequantize_blocks.out`, `dequantize_sum.out`, and `dequantize_sum_quantize.out` for a sum that is sent to other ranks,
+in blocks of the same size or of twice as many values.
 
-Each operator has an ``out`` overload, which writes to the caller's tensors. No operator has a derivative. `torch_codec`
-computes them. On CUDA `triton_codec` does if Triton is installed.
+They write to the caller's tensors and have no derivative. `torch_codec` computes them. On CUDA `triton_codec` does if
+Triton is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ def _check(
             )
 
 
-# Overloads that write to the caller's tensors. For fake tensors only the checks run.
+# For fake tensors only the checks run.
 
 
 def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
@@ -168,59 +167,10 @@ def _sum_quantize_out(
     _kernels(out_codes).dequantize_sum_quantize_(codes, scales, num_bits, *blocks, numel, factor, *outs.values())
 
 
-# Overloads that return new tensors.
-
-
-def _quantize(values: Tensor, num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    codes, scales = _new_message(values, values.numel(), num_bits, block_numel, scale_dtype)
-    torch.ops.lohan.quantize_blocks.out(values, num_bits, block_numel, codes=codes, scales=scales)
-    return codes, scales
-
-
-def _dequantize(
-    codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, numel: int, dtype: torch.dtype
-) -> Tensor:
-    values = codes.new_empty(numel, dtype=dtype)
-    torch.ops.lohan.dequantize_blocks.out(codes, scales, num_bits, block_numel, values=values)
-    return values
-
-
-def _sum(
-    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, numel: int, factor: float
-) -> Tensor:
-    values = codes[0].new_empty(numel, dtype=torch.float32)
-    torch.ops.lohan.dequantize_sum.out(codes, scales, num_bits, block_numel, factor, values=values)
-    return values
-
-
-def _sum_quantize(
-    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, numel: int, factor: float
-) -> tuple[Tensor, Tensor]:
-    out_codes, out_scales = _new_message(codes[0], numel, num_bits, block_numel, scales[0].dtype)
-    torch.ops.lohan.dequantize_sum_quantize.out(
-        codes, scales, num_bits, block_numel, numel, factor, out_codes=out_codes, out_scales=out_scales
-    )
-    return out_codes, out_scales
-
-
-def _new_message(
-    like: Tensor, numel: int, num_bits: int, block_numel: int, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    check_format(num_bits, block_numel, scale_dtype)
-    codes = like.new_empty(codes_numel(numel, num_bits, block_numel), dtype=torch.int8)
-    return codes, like.new_empty(num_blocks_of(numel, block_numel), dtype=scale_dtype)
-
-
 _FORMAT = "int num_bits, int block_numel"
 _ALL = f"Tensor[] codes, Tensor[] scales, {_FORMAT}"
 _ONE = f"Tensor codes, Tensor scales, {_FORMAT}"
-_NEW: dict[str, Callable[..., Any]] = {
-    f"quantize_blocks(Tensor values, {_FORMAT}, ScalarType scale_dtype) -> (Tensor, Tensor)": _quantize,
-    f"dequantize_blocks({_ONE}, int numel, ScalarType dtype) -> Tensor": _dequantize,
-    f"dequantize_sum({_ALL}, int numel, float factor) -> Tensor": _sum,
-    f"dequantize_sum_quantize({_ALL}, int numel, float factor) -> (Tensor, Tensor)": _sum_quantize,
-}
-_OUT: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+_OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     f"quantize_blocks.out(Tensor values, {_FORMAT}, *, Tensor(a!) codes, Tensor(b!) scales) -> ()": (
         _quantize_out,
         _check_quantize,
@@ -231,16 +181,8 @@ _OUT: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "Tensor(a!) out_codes, Tensor(b!) out_scales) -> ()": (_sum_quantize_out, _check_sum_quantize),
 }
 _library = torch.library.Library("lohan", "FRAGMENT")
-
-
-def _register(schema: str, compute: Callable[..., Any], on_fake: Callable[..., Any]) -> None:
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lohan::{name}", on_fake, lib=_library)
-
-
-for _schema, (_compute, _on_fake) in _OUT.items():
-    _register(_schema, _compute, _on_fake)
-for _schema, _function in _NEW.items():
-    _register(_schema, _function, _function)
+for _schema, (_compute, _check_only) in _OPERATORS.items():
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lohan::{_name}", _check_only, lib=_library)

@@ -341,16 +341,19 @@ class Watch:
         }
 
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
-        text = (
-            f"{self.name_of(rank)} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for "
-            f"{what}; find out what it does (py-spy dump), or raise ranks.timeout"
-        )
+        text = f"{self._silent_text(rank, self.timeout_s, what)}, or raise ranks.timeout"
         self._settle(rank, text)
         assert self._failure.failure is not None
         if self._failure.failure.text == text:
             raise RankTimeoutError(text, rank)
         self._failure.raise_if_known(f"waited for {what}")
         raise AssertionError
+
+    def _silent_text(self, rank: int, seconds: float, what: str) -> str:
+        return (
+            f"{self.name_of(rank)} said nothing for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
+            "out what it does (py-spy dump)"
+        )
 
     def _left_text(self, rank: int, what: str) -> str:
         return f"{self.name_of(rank)} had ended its run while rank {self.ranks.rank} waited for {what}"
@@ -382,9 +385,13 @@ class Watch:
             for rank in members:
                 if self._board.has_left(rank):
                     self._settle(rank, self._left_text(rank, what))
-            silent = max(self.ranks.others, key=self._board.silent_s)
-            if self._board.silent_s(silent) > _VERDICT_S:
-                self._settle(silent, f"{self.name_of(silent)} ended")
+            silent = max(members, key=self._board.silent_s)
+            silent_s = self._board.silent_s(silent)
+            if silent_s > _VERDICT_S:
+                # The kernel tells the end of a process of this node. So one of which it has told nothing is stopped.
+                is_stopped = silent in (self._exits or {})
+                ended = f"{self.name_of(silent)} ended"
+                self._settle(silent, self._silent_text(silent, round(silent_s), what) if is_stopped else ended)
 
     def _on_lost_store(self, error: RuntimeError) -> None:
         """The process of rank 0 may have had the store. If it ends well, other ranks may continue without it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from engines import EngineFactory, Twins, TwinsFactory
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CorruptionError
 from hf_lohan.model import table_of_rows
 from hf_lohan.planner import SizeClass
-from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 WORDS = "model.embed_tokens.weight"

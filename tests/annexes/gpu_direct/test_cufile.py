@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from cufile_double import CALLS, FakeCuFile
 from torch import Tensor
 
 from hf_lohan.annexes.gpu_direct.cufile import ERROR_TEXTS, CuFileBackend, CuFileLibrary, error_text
 from hf_lohan.files import DataFile, FileBackend, IoEngine, StorageError, Transfer
 from hf_lohan.files.data_file import DeviceIoError, DeviceSpan, sector_view
-from hf_lohan.testing.cufile_double import CALLS, FakeCuFile
 
 SECTOR = 4096
 NUM_BYTES = 16 * SECTOR

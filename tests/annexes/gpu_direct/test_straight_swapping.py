@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
+from cufile_double import FakeCuFile
 from swapper_bench import GRANULE_BYTES, SwapperBench
 from torch import Tensor
 
@@ -17,8 +19,6 @@ from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.planner import Placement
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.cufile_double import FakeCuFile
 
 
 class HostIsDevice(Xxh3Hasher):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cufile_double import FakeCuFile
 from engines import open_engine, resolved
 
 from hf_lohan.annexes.gpu_direct import trials
@@ -22,7 +23,6 @@ from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.hardware import examine_machine
 from hf_lohan.planning import lay_out
-from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
 
 FAST, SLOW = TrialRates(3e9, 2.5e9, 0.1), TrialRates(2e9, 2e9, 0.5)

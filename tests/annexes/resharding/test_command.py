@@ -1,4 +1,4 @@
-"""`lohan reshard` splits the store of a real run for several ranks and joins it again; the run resumes to the bit."""
+"""`lohan reshard` splits the store of a real run for several ranks and joins it again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-from short_runs import train_until
+from resharded_stores import STORE, content_at
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -18,38 +17,11 @@ from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import records_of_rank
 from hf_lohan.store import Store
-from hf_lohan.testing.stored_state import content_of
-
-STORE = Path("_lohan") / "store"
-NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run that was stopped after its second step."""
-    folder = tmp_path_factory.mktemp("run")
-    train_until(folder, 2)
-    return folder
-
-
-@pytest.fixture
-def run(stopped_run: Path, tmp_path: Path) -> Path:
-    """A copy of the stopped run."""
-    return Path(shutil.copytree(stopped_run, tmp_path / "run"))
 
 
 def lohan(*args: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     return result.exit_code, result.stderr.splitlines()[-1] if result.exit_code == 2 else result.stdout
-
-
-def content_at(folder: Path) -> tuple[dict[tuple[str, str], bytes], Any]:
-    engine = IoEngine(2, 1 << 20, 1 << 22)
-    try:
-        with Store.open([StorePath(str(folder))], model=None, engine=engine) as store:
-            return content_of(store), store.committed
-    finally:
-        engine.close()
 
 
 def own_facts(commit: Any) -> dict[str, Any]:
@@ -61,7 +33,7 @@ def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Pat
     before, commit = content_at(run / STORE)
     code, output = lohan("reshard", run, "--ranks", 4)
     assert code == 0, output
-    assert output.startswith("step 2 of 1 rank is in ") and "rank-3-of-4" in output
+    assert output.startswith("step 3 of 1 rank is in ") and "rank-3-of-4" in output
     whole_bytes = sum(map(len, before.values()))
     parts = [content_at(run / STORE / f"rank-{rank}-of-4.g1") for rank in range(4)]
     assert sum(len(content) for part, _ in parts for content in part.values()) == whole_bytes
@@ -74,7 +46,7 @@ def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Pat
     assert lohan("verify", run / STORE / "rank-2-of-4.g1")[0] == 0
     code, output = lohan("verify", run)
     assert code == 0 and "rank 3 of 4: commit" in output and f"all 4 ranks hold commit {commit.number}" in output
-    assert hf_lohan.last_step(run) == 2
+    assert hf_lohan.last_step(run) == 3
     code, output = lohan("export", run, tmp_path / "out")
     assert code == 2 and "merge them with lohan reshard" in output
 
@@ -87,15 +59,7 @@ def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Pat
     assert (again.number, own_facts(again), again.journal) == (commit.number, commit.facts, commit.journal)
     for number, given in enumerate((run, run / STORE)):  # also by the ssd path
         out = tmp_path / f"out-{number}"
-        assert lohan("export", given, out) == (0, f"wrote {out} (step 2)\n")
-
-
-def test_a_resharded_run_resumes_to_the_bit(run: Path, tmp_path: Path) -> None:
-    straight = train_until(tmp_path / "straight", NUM_STEPS)
-    assert lohan("reshard", run, "--ranks", 2, "--remove-old")[0] == 0
-    assert lohan("reshard", run, "--ranks", 1, "--remove-old")[0] == 0
-    assert train_until(run, NUM_STEPS, resume="last_step") == straight
-    assert content_at(run / STORE / "rank-0-of-1.g2")[0] == content_at(tmp_path / "straight" / STORE)[0]
+        assert lohan("export", given, out) == (0, f"wrote {out} (step 3)\n")
 
 
 def test_shards_have_the_records_of_a_run_with_these_ranks(run: Path) -> None:
@@ -124,7 +88,7 @@ def test_an_interrupted_reshard_keeps_the_old_stores(run: Path) -> None:
     with file.open("r+b") as stream:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
-    assert not [*(run / STORE).glob("rank-*")] and hf_lohan.last_step(run) == 2
+    assert not [*(run / STORE).glob("rank-*")] and hf_lohan.last_step(run) == 3
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
 
 
@@ -135,7 +99,7 @@ def test_both_stores_stay_and_the_new_ones_continue(run: Path, tmp_path: Path) -
     assert "(--remove-old does this), or the folders rank-*-of-2.g1 to continue as before" in output
     code, output = lohan("verify", run)
     assert code == 0 and "all 2 ranks hold commit" in output
-    assert hf_lohan.last_step(run) == 2
+    assert hf_lohan.last_step(run) == 3
     for folder in (run / STORE).glob("rank-*"):
         shutil.rmtree(folder)
     assert lohan("export", run, tmp_path / "out")[0] == 0
@@ -152,12 +116,12 @@ def test_stores_of_ranks_with_paths_of_their_own_are_found(run: Path, tmp_path: 
     settings["ssd"] = [{"path": paths[0], "capacity": "auto", "paths_of_ranks": paths}]
     config.write_text(json.dumps(settings))
     OffloadConfig.load({"ssd": settings["ssd"]})
-    assert hf_lohan.last_step(run) == 2
+    assert hf_lohan.last_step(run) == 3
     code, output = lohan("verify", run)
     assert code == 0 and "all 2 ranks hold" in output
     assert lohan("reshard", run, "--ranks", 3)[0] == 0
     assert [path.parent.name for path in sorted(tmp_path.glob("drive-*/*.g2"))] == ["drive-0", "drive-0", "drive-1"]
-    assert lohan("verify", run)[0] == 0 and hf_lohan.last_step(run) == 2
+    assert lohan("verify", run)[0] == 0 and hf_lohan.last_step(run) == 3
     shutil.rmtree(drives[1])
     code, output = lohan("verify", run)
     assert code == 2 and f"is not under {drives[0]} or {drives[1]}; copy the folders of all machines there" in output

@@ -79,6 +79,7 @@ def test_a_machine_gets_the_records_of_stores_that_it_does_not_see(run: Path, tm
     assert contents(drives[0], 1) == contents(run / STORE, 1)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("part", ["elements", "checksums"])
 def test_damage_on_the_way_to_another_machine_is_named(
     part: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +124,7 @@ def killed(way: str, num_ranks: int, store: Path) -> Callable[[], object]:
     return lambda: reshard_to(num_ranks, lambda rank: [store])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("num_kills", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("way", ["together", *BY_COMMAND])
@@ -156,6 +157,7 @@ def test_a_killed_reshard_leaves_one_state(way: str, num_ranks: int, num_kills: 
     assert num_kills < 40 or 0 < num_new < len(dies)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("removes_old", [False, True])
 def test_a_reshard_without_a_step_is_undone_by_the_command(removes_old: bool, run: Path, tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", 4)
@@ -212,6 +214,7 @@ def test_a_drive_without_room_is_named_and_what_may_be_deleted(run: Path, monkey
     assert contents(store, 2) == before
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("resume", [True, "last_step"])
 def test_a_run_resumes_from_the_stores_of_two_ranks(
     resume: str | bool, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -309,6 +312,7 @@ def test_a_new_store_without_room_for_two_versions_is_named(tmp_path: Path, monk
     assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("resume", [None, True, "last_step"])
 def test_another_run_is_not_continued(resume: str | bool | None, is_streamed: bool, tmp_path: Path) -> None:
@@ -329,6 +333,7 @@ def test_another_run_is_not_continued(resume: str | bool | None, is_streamed: bo
     assert train(tmp_path / "first", 4, resume=True, **settings)[-1]["step"] == 4
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
     is_streamed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -404,6 +409,7 @@ def test_commits_of_streamed_experts_name_their_run(tmp_path: Path) -> None:
     assert isinstance(names[0], str) and names[0] == names[1]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("by_command", [False, True])
 def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> None:
     """A run has decided them after the commit from which it continues."""
@@ -421,6 +427,7 @@ def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> Non
     assert (store / "rank-0-of-1.g2" / "chunk_tokens.json").read_text() == decided
 
 
+@pytest.mark.slow
 def test_a_launch_continues_with_another_number_of_ranks(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from hf_lohan.planner import sweep_swapped_bytes
 from hf_lohan.testing.models import tiny_config
 
 
+@pytest.mark.slow
 def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> None:
     picture = tmp_path / "lifetimes.png"
     values = planned(LLAMA_8B, "--hardware", DESKTOP, "--lifetimes", batch_size=1, seq_len=8192)

@@ -165,6 +165,7 @@ def test_wider_windows_take_more_memory() -> None:
     assert sizes == [sizes[0], sizes[0] + of_layer, sizes[0] + 2 * of_layer]
 
 
+@pytest.mark.slow
 def test_a_large_model_is_solved_with_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder(8192, 80, batch_size=1, sequence_length=2048, vocabulary=128_256)
     calls = []

@@ -77,6 +77,7 @@ def peak_bytes(born: list[tuple[int, int]], died: list[int]) -> int:
     return peak
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_births_and_deaths_equal_those_of_a_real_step(name: str) -> None:
     config = CONFIGS[name]
@@ -109,6 +110,7 @@ def test_births_and_deaths_equal_those_of_a_real_step(name: str) -> None:
     assert len(inputs) >= NUM_LAYERS
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", slow_but(("gpt2", "qwen3_moe"), CONFIGS))
 def test_addresses_of_a_real_step_in_chunks(name: str) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
@@ -135,6 +137,7 @@ def test_addresses_of_a_real_step_in_chunks(name: str) -> None:
     assert addresses.live_bytes <= addresses.planned_bytes <= 1.02 * addresses.live_bytes
 
 
+@pytest.mark.slow
 def test_many_layers_are_not_traced_and_equal_chunks_of_the_loss_are_traced_once() -> None:
     def trace(num_layers: int, tokens: int) -> Any:
         with torch.device("meta"):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from async_device import AsyncDevice
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.testing.async_device import AsyncDevice
 
 pytestmark = pytest.mark.slow
 VOCAB_SIZE = 23

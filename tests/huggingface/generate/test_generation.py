@@ -99,7 +99,7 @@ def generated(model: Any, settings: dict[str, Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize("architecture", BUDGETS)
+@pytest.mark.parametrize("architecture", slow_but(("llama", "gpt2", "mixtral"), BUDGETS))
 def test_tokens_and_logits_equal_those_in_memory(
     architecture: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
@@ -191,6 +191,7 @@ def test_records_in_ram_are_read_once(checkpoint_of: Callable[[str], Path], load
     assert read_bytes() == after
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kept", [0, 1, 3, 6])
 def test_a_token_reads_only_layers_that_do_not_stay(
     kept: int, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]

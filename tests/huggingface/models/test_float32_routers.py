@@ -56,7 +56,7 @@ def stored_dtypes(engine: OffloadEngine) -> dict[str, torch.dtype]:
     return {name: parts[0][0].master.working_dtype for name, parts in engine.parameters.parts.items()}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("experts", "activations"), [("with_layer", "auto"), ("streamed", "auto")])
 @pytest.mark.parametrize(
     ("family", "checkpoint_dtype"),

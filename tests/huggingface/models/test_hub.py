@@ -363,6 +363,7 @@ def load_keys(folder: Path) -> set[str]:
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("adapters", [False, True])
 def test_trl_takes_names_and_code(adapters: bool, cache: Path, with_code: Path, tmp_path: Path) -> None:
     from peft import LoraConfig

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from covering import slow_but
 from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
 from torch import Tensor
@@ -160,7 +161,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
 @pytest.mark.parametrize("part", [*SWITCHES, "detached", "a constant"])
 def test_a_step_that_trains_nothing_is_refused_as_by_torch(part: str, hold_gradients: bool, tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def trained_with(kind: str, folder: Path, *, resumes: bool, **ours: Any) -> Any:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("kind", slow_but(("prompt", "vera"), SAVED))
 @pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_of_every_kind_are_loaded_as_with_the_stock_trainer(resumes: bool, kind: str, tmp_path: Path) -> None:
@@ -328,6 +329,7 @@ def with_adapters(kind: str) -> Any:
     return mixed
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["mixed", "of transformers", "injected"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_without_a_peft_model_train_save_and_resume(

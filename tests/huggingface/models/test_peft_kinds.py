@@ -81,7 +81,10 @@ def assert_computes_the_same(found: Any, expected: Any) -> None:
     assert torch.equal(*(model.eval()(**tiny_batch()).logits for model in (found, expected)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("lora", "modules_to_save", "tokens", "experts", "vera", "prompt")
+
+
+@pytest.mark.parametrize("kind", slow_but(QUICK, KINDS))
 def test_adapters_equal_those_of_a_base_in_memory(kind: str, tmp_path: Path) -> None:
     stock, ours = adapted(kind), adapted(kind)
     engine = offload_model(ours, OFFLOAD, torch_device="cpu", default_ssd_path=tmp_path / "store")
@@ -135,7 +138,7 @@ def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None
     engine.close()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "embeddings", "vera"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -263,6 +266,7 @@ MERGED_QUICKLY = ("lora", "dora", "experts", "rslora", "tied Conv1D", "tied head
 """Low rank, experts, tied and saved heads, types and biases, one of each. PEFT merges the layers of the others."""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "kind", slow_but(MERGED_QUICKLY, [kind for kind in ADAPTERS if kind not in (*CANNOT_MERGE, "pissa")])
 )

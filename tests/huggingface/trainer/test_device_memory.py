@@ -35,6 +35,7 @@ def a_trainer(folder: Path, device_memory: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_the_run_ends_before_the_forward_and_the_next_one_continues(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path, "1200KiB")
     with pytest.raises(BudgetError, match=f"for this batch of 2 x {LONG} tokens") as refusal:

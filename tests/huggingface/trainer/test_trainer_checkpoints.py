@@ -122,6 +122,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
 def test_a_save_that_fails_leaves_the_last_checkpoint(
     owner: Any, stage: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +204,7 @@ class Removed(transformers.TrainerCallback):
             path.unlink()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("what", ["", "*.safetensors"])
 def test_a_best_checkpoint_that_is_gone_leaves_the_last_weights(
     what: str, make_trainer: Callable[..., Any], tmp_path: Path
@@ -230,6 +232,7 @@ WORSE = {"learning_rate": 0.5}
 """This learning rate ruins the model, so the first checkpoint stays the best."""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -341,6 +344,7 @@ def test_without_offload_the_stock_trainer_saves(
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("by_path", [False, True])
 def test_the_name_of_an_output_folder_is_no_pattern(
     by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

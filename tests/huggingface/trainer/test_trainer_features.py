@@ -96,6 +96,7 @@ class Uploads:
         return SimpleNamespace(done=lambda: True, is_done=lambda: True)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
 def test_pushed_files_equal_those_of_the_stock_trainer(
     strategy: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,7 @@ class SignalsItself(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("event", "settings", "last"),
     [

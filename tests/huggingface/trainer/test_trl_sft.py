@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_streamed_model_learns_as_in_memory(settings: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     eval_dataset = texts(8) if "eval_strategy" in settings else None
@@ -45,6 +46,7 @@ def test_a_streamed_model_learns_as_in_memory(settings: dict[str, Any], checkpoi
     trl_runs.assert_same(ours, stock)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("family", "overrides"), [("opt", {}), ("qwen3_moe", {"output_router_logits": True})], ids=["tied", "experts"]
 )
@@ -68,6 +70,7 @@ def test_the_base_of_adapters_is_streamed(checkpoint: Path, tmp_path: Path) -> N
     trainer.offload_engine.close()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("peft_config", [trl_runs.lora(), None], ids=["adapters", "all"])
 def test_joint_micro_batches_learn_as_in_memory(peft_config: Any, checkpoint: Path, tmp_path: Path) -> None:
     if peft_config is None and has_fused_head(trl.SFTTrainer):
@@ -96,6 +99,7 @@ def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(checkpoint: Path, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
