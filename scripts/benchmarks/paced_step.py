@@ -205,7 +205,9 @@ def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
     """Yield a run after its steps. With `hardware` the run plans for this hardware, at the device's rate of FLOPs."""
-    config = OffloadConfig.load({**work.settings, "_clip": side.clip, "_parked": side.parked_share, "ssd": str(folder / "store")})
+    config = OffloadConfig.load(
+        {**work.settings, "_clip": side.clip, "_parked": side.parked_share, "ssd": str(folder / "store")}
+    )
     timeline = Timeline(is_tracing=config.trace)
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
     model = work.model(device)

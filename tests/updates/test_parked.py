@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from clip_norms import CLIPS, LETS_THROUGH
-
 from hf_lohan.testing.async_device import AsyncDevice
+
 from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates.worker import UpdateQueue
 
@@ -19,9 +19,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[float]]] = {
     "guessed": ({"_clip": "speculate"}, [LETS_THROUGH] * 4),
     "some redone": ({"_clip": "speculate"}, [LETS_THROUGH, CLIPS, CLIPS, LETS_THROUGH]),
 }
-SEEDS = [
-    pytest.param(way, seed, marks=[] if seed == 0 else pytest.mark.slow) for way in WAYS for seed in range(10)
-]
+SEEDS = [pytest.param(way, seed, marks=[] if seed == 0 else pytest.mark.slow) for way in WAYS for seed in range(10)]
 
 
 @pytest.fixture
@@ -39,14 +37,19 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 @pytest.mark.parametrize(("way", "seed"), SEEDS)
-def test_late_copies_change_no_bit(
-    way: str, seed: int, updates: Counter[bool], make_twins: TwinsFactory
-) -> None:
+def test_late_copies_change_no_bit(way: str, seed: int, updates: Counter[bool], make_twins: TwinsFactory) -> None:
     settings, max_norms = WAYS[way]
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(
         ["llama", "mixtral"][seed % 2],
-        **{"activations": "swap", "cpu_memory": "8MiB", "recompute": True, "device": device, "_parked": 0.4, **settings},
+        **{
+            "activations": "swap",
+            "cpu_memory": "8MiB",
+            "recompute": True,
+            "device": device,
+            "_parked": 0.4,
+            **settings,
+        },
         backend=SlowBackend(1e-4),
     )
     for step, max_norm in enumerate(max_norms):

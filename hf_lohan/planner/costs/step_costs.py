@@ -261,9 +261,7 @@ class StepCosts:
         free = self._share_under(self._forward(choice), self._forward_under_update(choice))
         late = 1 - self._share_under(last, last + self._update_in_backward(choice, clip))
         share = np.minimum(most, np.minimum(MORE_PARKED * free, late))
-        parked_s, usual_s = (
-            sum(self.step_s(replace(choice, parked_share=of), clip)) for of in (share, np.zeros(1))
-        )
+        parked_s, usual_s = (sum(self.step_s(replace(choice, parked_share=of), clip)) for of in (share, np.zeros(1)))
         return np.where(parked_s < WORTH_PARKING * usual_s, share, 0.0)
 
     def _share_under(self, load: ResourceUse, with_update: ResourceUse) -> Values:

@@ -281,7 +281,9 @@ class _Search:
             case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
             kept_bytes=candidates.kept.num_bytes,
             recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
-            tier_bytes=self._tier_bytes(candidates.kept, math.ceil(self._working(candidates).item()), choice, best.clip),
+            tier_bytes=self._tier_bytes(
+                candidates.kept, math.ceil(self._working(candidates).item()), choice, best.clip
+            ),
             fits=refusal is None,
         )
         return OffloadPlan(
