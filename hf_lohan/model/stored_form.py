@@ -72,8 +72,8 @@ def stored_form(
     trained = [block for block in model_blocks.blocks if block.state_numel]
     if moment_dtype == STOCHASTIC and trained and not any(block.master.rounds_weights for block in trained):
         raise ValueError(
-            "stochastic_rounding: true rounds bfloat16 weights, and the trained weights are float32, as PEFT's adapters "
-            "are; train with bf16=True, or leave the setting out"
+            "stochastic_rounding: true rounds bfloat16 weights, and the trained weights are float32, as PEFT's "
+            "adapters are; train with bf16=True, or leave the setting out"
         )
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
