@@ -151,6 +151,9 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
     Path(output).write_text(made.yaml, encoding="utf-8")
     typer.echo(f"wrote {output}:")
     typer.echo(made.yaml)
+    from hf_lohan.cli.plan_report import wear_of_answers  # after the questions, because it imports torch
+
+    typer.echo(f"wear: {wear_of_answers(answers['model'] or '', output)}")
     for command in made.commands:
         typer.echo(command)
 

@@ -8,18 +8,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import MeasuringEffort
 from hf_lohan.hardware.cpu_rates import optimizer_params_per_s
 from hf_lohan.model import find_experts
-from hf_lohan.optim import ADAMW, STOCHASTIC, MomentDtype
-from hf_lohan.optim.moments import MOMENT_CODECS
+from hf_lohan.optim import STOCHASTIC, MomentDtype
 from hf_lohan.planner import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
 from hf_lohan.planning.studies import plan_studies
+from hf_lohan.planning.wear import smaller_states
 from hf_lohan.wording import format_bytes, states_setting
 
 WORTH_IT = 1.01
@@ -62,14 +60,8 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 def small_states(planned: PlannedRun) -> list[NearestChange]:
     """Return the run with each smaller form of AdamW's states that it may have. They round, so a run is never given
     them unasked. With a measured machine, the rate of each form's updates is measured."""
-    masters = [block.master for block in planned.layout.blocks if block.state_numel]
-    if any(master.rule != ADAMW for master in masters):
-        return []
-    forms: list[MomentDtype] = [*MOMENT_CODECS]
     changes = []
-    for form in forms[forms.index(planned.config.moment_dtype) + 1 :]:
-        if form == STOCHASTIC and not any(master.working_dtype == torch.bfloat16 for master in masters):
-            continue
+    for form in smaller_states(planned.layout):
         settings: dict[str, Any] = {"optimizer_state_dtype": form}
         if form == STOCHASTIC:
             settings = {"optimizer_state_dtype": "auto", "stochastic_rounding": True}

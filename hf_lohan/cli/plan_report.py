@@ -37,13 +37,17 @@ from hf_lohan.cli.plan_ranks import (
     tried_rows,
     what_hides,
 )
-from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
+from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
     BudgetError,
+    CpuProfile,
+    DeviceProfile,
+    HardwareProfile,
     SizeClass,
+    SsdProfile,
     drive_life,
     what_hardware_buys,
 )
@@ -51,10 +55,19 @@ from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.planning import PlannedEpoch, read_lengths
 from hf_lohan.planning.studies import plan_studies, studies_for
+from hf_lohan.planning.wear import wear_of
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, percent, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
+_USUAL_MACHINE = HardwareProfile(
+    device=DeviceProfile(flops_per_s=150e12, memory_bytes=1 << 50),
+    cpu=CpuProfile(memory_bytes=1 << 50, optimizer_params_per_s=1.2e9),
+    ssd=(SsdProfile(read_bytes_per_s=6.8e9, write_bytes_per_s=1.6e9, capacity_bytes=1 << 50),),
+    h2d_bytes_per_s=22e9,
+    d2h_bytes_per_s=22e9,
+)
+"""The rates of `configs/hardware/rtx4090_desktop.yaml`, with memory as settings allow."""
 
 
 def run_plan(
@@ -154,6 +167,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     tiers = zip(("device memory", "RAM", "SSD"), step.tier_bytes.values(), strict=True)
     needs = [f"{format_bytes(sum(parts.values()))} of {name}" for name, parts in tiers]
     lines = {
+        "wear": wear_words(planned),
         "forward": seconds(step.forward_s),
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
@@ -166,7 +180,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         *_rows(planned),
         *_experts(planned),
         *_other_experts(planned),
-        *_wear(planned),
+        *_commits(planned),
         *_on_resources(planned),
         longest_row_text(planned),
         *_what_helps(planned),
@@ -202,6 +216,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
+        *_commits(planned),
         *_on_resources(planned),
         longest_row_text(planned),
     ):
@@ -483,6 +498,24 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
             f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {count(life.tokens)} tokens, "
             f"{life.days:.3g} days without a break."
         )
+
+
+def wear_words(planned: PlannedRun) -> str:
+    wear = wear_of(planned, None)
+    return f"warning: {wear.words}" if wear.is_much else wear.words
+
+
+def wear_of_answers(model: str, offload: str) -> str:
+    """Return the wear of a run with the settings in a file, on a machine of usual rates."""
+    try:
+        planned = plan_run(PlanRequest(model=model, offload=offload), OtherMachine(_USUAL_MACHINE))
+    except (ValueError, OSError):
+        return f"not known, because {model} cannot be planned here"
+    return wear_words(planned)
+
+
+def _commits(planned: PlannedRun) -> Iterable[str]:
+    step = planned.plan.prediction
     if (every := planned.plan.commit_every_steps) > 1:
         yield (
             f"One step of {every} is committed and writes the copies in RAM, so after a crash a run repeats at most "

@@ -15,6 +15,7 @@ from hf_lohan.files import SECTOR_BYTES, StorePath
 from hf_lohan.files.directories import resolve_capacities
 from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_per_s
 from hf_lohan.hardware.machine import device_name
+from hf_lohan.hardware.paths import drive_endurance_bytes
 from hf_lohan.hardware.rates import (
     AttentionShape,
     MatrixShape,
@@ -122,6 +123,7 @@ def measure_hardware(
                 read_bytes_per_s=_rounded(rates.read_bytes_per_s),
                 write_bytes_per_s=_rounded(rates.write_bytes_per_s),
                 capacity_bytes=path.capacity_bytes or 0,
+                endurance_bytes=drive_endurance_bytes(path.path),
             )
             for path, rates in zip(paths, alone, strict=True)
         ),

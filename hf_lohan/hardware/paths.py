@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,9 @@ _MOUNT_INFO = "/proc/self/mountinfo"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _TIMEOUT_S = 5.0
 _TRIAL_BYTES = 4 * SECTOR_BYTES
+_LEAST_WEAR_PERCENT = 5
+_DATA_UNIT_BYTES = 512_000
+"""NVMe counts written bytes in these units."""
 
 
 def text_of(file: str | Path) -> str:
@@ -103,20 +106,35 @@ def drive_wear_percent(drive: str | None) -> int:
     life_time = text_of(f"/sys/block/{drive}/device/life_time")  # eMMC reports tenths of the life of two kinds of cells
     if life_time:
         return 10 * max(int(word, 16) for word in life_time.split())
+    reason = "smartctl (smartmontools) is not installed"
+    for program, report in _smart_reports(drive):
+        wear = wear_in(report)
+        if wear is not None:
+            return wear
+        reason = f"{program} reports no wear of /dev/{drive}; it may need root, and virtual drives have no wear"
+    raise WearUnknownError(reason)
+
+
+def drive_endurance_bytes(path: str) -> int | None:
+    """Return the bytes that the NVMe drive of a path may write in its life, from what it has written and its wear. None
+    if this cannot be read, or for a drive that is too new: its wear is in whole percent."""
+    drive = drive_of(existing_directory(path))
+    for _, report in _smart_reports(drive) if drive is not None else ():
+        wear, log = wear_in(report), report.get("nvme_smart_health_information_log", report)
+        units = log.get("data_units_written") if isinstance(log, Mapping) else None
+        if wear is not None and wear >= _LEAST_WEAR_PERCENT and isinstance(units, int):
+            return units * _DATA_UNIT_BYTES * 100 // wear
+    return None
+
+
+def _smart_reports(drive: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the reports of the installed programs, {} if one cannot read the drive."""
     device = f"/dev/{drive}"
     commands = {
         "smartctl": ["smartctl", "--json", "--all", device],
         "nvme": ["nvme", "smart-log", "--output-format=json", device],
     }
-    reason = "smartctl (smartmontools) is not installed"
-    for program, command in commands.items():
-        if shutil.which(program) is None:
-            continue
-        wear = wear_in(_json_of(command))
-        if wear is not None:
-            return wear
-        reason = f"{program} reports no wear of {device}; it may need root, and virtual drives have no wear"
-    raise WearUnknownError(reason)
+    return ((program, _json_of(command)) for program, command in commands.items() if shutil.which(program) is not None)
 
 
 def wear_in(report: Mapping[str, Any]) -> int | None:

@@ -61,5 +61,6 @@ from hf_lohan.planner.search.hardware_changes import (
     drive_life,
     one_more_ssd,
     what_hardware_buys,
+    written_bytes,
 )
 from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes

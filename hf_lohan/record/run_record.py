@@ -24,6 +24,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
+from hf_lohan.planning.wear import Wear, wear_of
 from hf_lohan.ranks import Ranks
 from hf_lohan.record.steps import StepLines, device_memory
 from hf_lohan.report.run_data import (
@@ -128,13 +129,22 @@ class RunRecord:
         self._is_announced = True
         layout, tiers, config = self.engine.layout, self.engine.tiers, self.engine.config
         step = f"a step should take {planned.step_s:.3g} s, bound by {planned.bottleneck}" if planned else "not planned"
+        wear = self._wear()
+        words = f"; {wear.words}" if wear is not None else ""
+        if wear is not None and wear.is_much and self.engine.links.ranks.rank == 0:
+            logger.warning("%s", wear.words)
+            words = ""
         self._say(
             f"hf_lohan: the {layout.num_parameters:,} parameters of {layout.identity.model_class} stream from "
             f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
             f"{format_bytes(layout.cpu_bytes)} of RAM and {format_bytes(layout.plan.gpu_pool_bytes)} on the "
             f"{self.engine.device.torch_device.type} (limits: {format_bytes(config.cpu_memory)} and "
-            f"{format_bytes(config.gpu_memory)}); {step}{self._need_not()}"
+            f"{format_bytes(config.gpu_memory)}); {step}{words}{self._need_not()}"
         )
+
+    def _wear(self) -> Wear | None:
+        plan = self._plan
+        return wear_of(plan.now, plan.num_steps) if plan is not None and plan.now is not None else None
 
     def _need_not(self) -> str:
         """Words for a run that clearly fits without offloading."""
@@ -235,7 +245,7 @@ class RunRecord:
         ]
 
     def _write_summary(self, *, is_finished: bool) -> None:
-        engine = self.engine
+        engine, wear = self.engine, self._wear()
         self._written_plan = self._now
         facts = {
             "config": engine.config.to_dict(),
@@ -244,6 +254,7 @@ class RunRecord:
             "num_parameters": engine.layout.num_parameters,
             "hardware": engine.device.describe(),
             "is_finished": is_finished,
+            "wear": asdict(wear) if wear is not None else None,
             "num_planned_steps": self._num_planned_steps,
             "model_class": engine.layout.identity.model_class,
             "cpu_load": self._cpu_load,

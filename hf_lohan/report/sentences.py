@@ -140,6 +140,9 @@ def _allowed(config: object, name: str) -> str:
 def on_bytes(findings: Findings) -> str:
     read, written = findings.mean_of("ssd_read_bytes") or 0.0, findings.mean_of("ssd_write_bytes") or 0.0
     text = f"A step read {format_bytes(read)} from the SSDs and wrote {format_bytes(written)}."
+    wear = findings.summary.get("wear")
+    if wear and not wear["is_much"]:
+        text += f" The plan said: {wear['words']}."
     if findings.written_bytes and findings.written_bytes_per_day:
         text += (
             f" The run has written {drive_bytes(findings.written_bytes)}, and would write "
@@ -207,6 +210,9 @@ def warnings(findings: Findings) -> Iterator[str]:
         of = f" of {planned:,}" if planned else ""
         done = findings.steps[-1]["step"] if findings.steps else 0
         yield f"This run has not ended: it is at step {done:,}{of}, or it was stopped there."
+    wear = summary.get("wear")
+    if wear and wear["is_much"]:
+        yield f"Wear: {wear['words']}."
     num_skipped = sum(bool(step.get("is_skipped")) for step in findings.steps)
     if num_skipped:
         first = next(step["step"] for step in findings.steps if step.get("is_skipped"))

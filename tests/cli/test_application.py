@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app, application
 from hf_lohan.config import OffloadConfig
+from hf_lohan.testing.models import tiny_config
 from hf_lohan.threads import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +81,8 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
         "ssd": [{"path": "/mnt/a", "capacity": "1.5TB"}, {"path": "/mnt/b"}],
     }
     OffloadConfig.load("lohan.yaml")
-    *_, estimate, launch = result.stdout.splitlines()
+    *_, wear, estimate, launch = result.stdout.splitlines()
+    assert wear == "wear: not known, because models/a b cannot be planned here"
     assert estimate == "lohan estimate 'models/a b' --offload lohan.yaml"
     assert launch.startswith("lohan launch --offload lohan.yaml -m trl.cli.main sft --model_name_or_path 'models/a b' ")
     again = runner.invoke(app, ["config", "--ask", *FLAGS])
@@ -87,6 +90,14 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
         2,
         "error: 'lohan.yaml' exists already; give another file with --output\n",
     )
+
+
+def test_the_wear_is_said_of_a_model_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_config("llama").save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["config", "--ask", *FLAGS, "--model", "tiny"])
+    assert re.search(r"^wear: 1,000 steps write [\d.]+ [MG]B to the SSDs; with ", result.stdout, re.MULTILINE)
+    assert not Path("/mnt/a").exists(), "nothing is measured"
 
 
 def test_a_question_is_repeated_until_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

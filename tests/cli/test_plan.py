@@ -22,6 +22,7 @@ from hf_lohan.config import ResolvedConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.testing.models import tiny_config
+from hf_lohan.wording import drive_bytes
 
 MEASURED_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
 KEYS = {
@@ -415,8 +416,33 @@ def test_estimate_prints_at_most_13_lines(model_13b: str) -> None:
     assert "fits      yes, offloaded, in " in result.stdout
     assert "It does not fit without offloading" in result.stdout
     assert "gradient_accumulation_steps=" in result.stdout and "tokens/s, " in result.stdout
-    assert "they last " in result.stdout and " x as long as with hidden SSDs" in result.stdout
+    assert "\nwear      1,000 steps write " in result.stdout and " x as long as with hidden SSDs" in result.stdout
     assert len(result.stdout.splitlines()) <= 13
+
+
+def test_the_wear_is_said_with_the_endurance_of_the_hardware_file(tiny: str, tmp_path: Path) -> None:
+    """The change that is named is planned as well, and writes as many bytes."""
+    settings, rounding = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    settings.write_text("_resident_records: none\n")
+    rounding.write_text("_resident_records: none\nstochastic_rounding: true\n")
+
+    def wear(endurance: str | None, offload: Path = settings) -> str:
+        drive = drives(1, endurance_bytes=endurance)
+        hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drive)
+        result = estimate(tiny, "--dtype", "bfloat16", "--seq-len", 16, "--hardware", hardware, "--offload", offload)
+        return next(line for line in result.stdout.splitlines() if line.startswith("wear "))
+
+    written = drive_bytes(1000 * plan_step_bytes(tiny, settings))
+    rounded = drive_bytes(1000 * plan_step_bytes(tiny, rounding))
+    change = f"with stochastic_rounding: true (rounds) the same tokens would write {rounded}"
+    assert wear(None) == f"wear      1,000 steps write {written} to the SSDs; {change}"
+    assert wear("1PB").startswith(f"wear      1,000 steps write {written} to the SSDs, 0.0% of their endurance; with")
+    assert wear("1MB").startswith(f"wear      warning: 1,000 steps write {written} to the SSDs, ")
+
+
+def plan_step_bytes(model: str, offload: Path) -> int:
+    options = ("--dtype", "bfloat16", "--hardware", PAPER, "--offload", offload)
+    return int(planned(model, *options, batch_size=8, seq_len=16)["ssd_write_bytes_per_step"])
 
 
 def test_estimate_uses_the_number_of_positions_of_the_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_lohan.hardware import paths
-from hf_lohan.hardware.paths import WearUnknownError, drive_wear_percent, wear_in
+from hf_lohan.hardware.paths import WearUnknownError, drive_endurance_bytes, drive_wear_percent, wear_in
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,17 @@ def test_nvme_is_used_if_smartctl_fails(programs: Path) -> None:
     install(programs, "smartctl", "echo 'no JSON'; exit 2")
     install(programs, "nvme", """echo '{"percent_used": 44}'""")
     assert drive_wear_percent("nvme7n1") == 44
+
+
+@pytest.mark.parametrize(("percent", "endurance_bytes"), [(8, 1000 * 512_000 * 100 // 8), (4, None)])
+def test_the_endurance_follows_from_bytes_and_wear(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, percent: int, endurance_bytes: int | None
+) -> None:
+    monkeypatch.setattr(paths, "drive_of", lambda _: "nvme7n1")
+    assert drive_endurance_bytes(str(programs / "store")) is None, "no program is there"
+    log = f'{{"percentage_used": {percent}, "data_units_written": 1000}}'
+    install(programs, "smartctl", f"""echo '{{"nvme_smart_health_information_log": {log}}}'""")
+    assert drive_endurance_bytes(str(programs / "store")) == endurance_bytes
 
 
 def test_reasons(programs: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
+from hf_lohan.planning import PlannedStep
+from hf_lohan.planning.wear import Wear, wear_of
+from hf_lohan.record import run_record
+from hf_lohan.wording import drive_bytes
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {
@@ -114,8 +119,27 @@ def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
     assert not any(key.startswith("lohan/") for row in run["history"] for key in row)
     first, *_, last = run["console"].splitlines()
     assert "stream from" in first and "_lohan/store" in first
+    wear = run["summary"]["wear"]
+    assert f"; {wear['words']}; " in first
+    written = drive_bytes(NUM_STEPS * run["summary"]["prediction"]["ssd_write_bytes_per_step"])
+    assert wear["words"].startswith(f"this run writes {written} to the SSDs; with ")
     assert re.search(r"; without offloading it would need [\d.]+ MiB of .*, so it need not be offloaded$", first)
     assert re.search(r"4 steps of [\d.e-]+ s.*, [\d,]+ tokens a second; .*lohan report", last)
+
+
+def test_a_run_that_takes_much_of_the_endurance_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of_small_drives(planned: PlannedStep, num_steps: int | None) -> Wear:
+        ssd = tuple(replace(drive, endurance_bytes=1 << 20) for drive in planned.hardware.ssd)
+        return wear_of(replace(planned, hardware=replace(planned.hardware, ssd=ssd)), num_steps)
+
+    monkeypatch.setattr(run_record, "wear_of", of_small_drives)
+    trainer = small_trainer(tmp_path, SETTINGS, max_steps=1)
+    trainer.train()
+    trainer.offload_engine.close()
+    (warning,) = [record for record in caplog.records if record.message.startswith("this run writes ")]
+    assert warning.levelname == "WARNING" and re.search(r" to the SSDs, \d+% of their endurance", warning.message)
 
 
 def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:

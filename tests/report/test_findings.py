@@ -98,6 +98,10 @@ def test_wear_counts_all_written_bytes() -> None:
     hardware = {"ssd": [{"endurance_bytes": 100 * run.written_bytes_per_day}]}
     text = sentences.on_bytes(findings([line(1)], measured_hardware=hardware, commit_every_steps=7))
     assert "rated for 100 such days" in text and "one step of 7" in text
+    wear = {"words": "this run writes 1 TB", "is_much": False}
+    assert "The plan said: this run writes 1 TB." in sentences.on_bytes(findings([line(1)], wear=wear))
+    (warning,) = sentences.warnings(findings([line(1)], is_finished=True, wear=wear | {"is_much": True}))
+    assert warning == "Wear: this run writes 1 TB."
     a_day = 86400 / line(1)["step_s"] * line(1)["num_tokens"]
     assert f"or {count(100 * a_day)} tokens" in text
 

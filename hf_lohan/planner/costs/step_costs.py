@@ -234,7 +234,9 @@ class StepCosts:
         )
         # An update writes what it has read. Between commits, records in RAM stay there.
         unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
-        self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
+        # Copies have padding, so together they may be larger than what an update writes.
+        least_bytes = self._update_write_bytes * setup.committed_fraction
+        self._update_write_bytes = max(least_bytes, self._update_write_bytes - int(unwritten_bytes))
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[StepPhase]:
         """Return the step's forwards and backwards. Updates run during the first forward and the last backward."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from hf_lohan.planner.costs.rank_costs import step_costs
+from hf_lohan.planner.costs.step_costs import Choice
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import OffloadPlan, StepPrediction, TrainingSetup
@@ -117,3 +121,12 @@ def drive_life(hardware: HardwareProfile, prediction: StepPrediction) -> DriveLi
     if not steps:
         return None
     return DriveLife(min(steps), min(steps) * prediction.num_tokens, min(steps) * prediction.step_s / DAY_S)
+
+
+def written_bytes(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> float:
+    """Return the bytes that a step with another setup writes, if it swaps and spills as the step of ``plan`` does."""
+    zero, step = np.zeros(1), plan.prediction
+    spilled = zero + step.spilled_bytes
+    choice = Choice(zero + step.swapped_bytes, spilled, zero, zero + step.spilled_gradient_bytes, zero, zero)
+    phases = step_costs(model, hardware, setup).phases(choice, plan.clip)
+    return float(sum(phase.count * phase.load.ssd_write_bytes.item() for phase in phases))
