@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import ParameterAccess, drain_model
 from hf_lohan.huggingface.models.checkpoint_form import CheckpointForm, read_form
-from hf_lohan.huggingface.models.quantized_checkpoints import opened_tensors
+from hf_lohan.huggingface.models.hub import opened_tensors
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import name_in_base, packed_forms

@@ -19,23 +19,25 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, bytes_in_file, sources_of_weights
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.huggingface.models.hub import (
+    Tensors,
+    has_safetensors,
+    method_of,
+    opened_tensors,
+    quantization_of,
+    without_quantization,
+)
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     FUSED_EXPERTS,
     Encoded,
-    Tensors,
     check_compute_dtype,
     compressed_block,
     finder,
-    has_safetensors,
     is_of_activations,
-    method_of,
     name_unpacked,
-    opened_tensors,
-    quantization_of,
     quantized_as_asked,
     transposed_weights,
     weight_settings,
-    without_quantization,
 )
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model import Block, dtype_name

@@ -22,14 +22,16 @@ from hf_lohan.engine import ParameterAccess, Tiers, check_equal_weights
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints, check_equal_configs
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished, finished_skeleton
 from hf_lohan.huggingface.models.checkpoint_form import published_form, read_form
-from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint, read_model_config
-from hf_lohan.huggingface.models.quantized_checkpoints import (
+from hf_lohan.huggingface.models.hub import (
+    CODE_ARGUMENTS,
+    Checkpoint,
     check_safetensors,
     has_safetensors,
     opened_tensors,
     quantization_of,
-    refuse_other_methods,
+    read_model_config,
 )
+from hf_lohan.huggingface.models.quantized_checkpoints import refuse_other_methods
 from hf_lohan.huggingface.models.weight_sink import WeightSink, store_the_rest, streamed_to
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import OffloadLayout
