@@ -206,6 +206,13 @@ class Checkpoint:
                         f"the download of {self.name!r} failed ({_reason(error)}); start again, and it continues"
                     ) from error
 
+    @contextlib.contextmanager
+    def opened(self, config: OffloadConfig, links: Links) -> Iterator[Tensors]:
+        """Download the weights if they are missing, and yield the tensors, which are not read."""
+        self.fetch_weights(None, config, links)
+        with opened_tensors(Path(self.folder)) as tensors:
+            yield tensors
+
     def _check_room(
         self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
     ) -> None:
@@ -421,28 +428,40 @@ def _telling_others(links: Links) -> Iterator[None]:
 # What a folder has.
 
 
-def quantization_of(model_config: Any) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config, or of its text model's."""
+@dataclass(frozen=True)
+class SaidForm:
+    """How a config says that the checkpoint is quantized."""
+
+    method: str
+    """The name of the method of the `quantization_config`."""
+    fields: dict[str, Any]
+    """Its entries."""
+    plain: Any
+    """A copy of the config, and of the configs in it, without `quantization_config`."""
+
+
+def quantization_of(model_config: Any) -> SaidForm | None:
+    """Return what a model's config says, or that of its text model; None if it says nothing."""
     text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
     for config in (model_config, text_config):
-        settings = getattr(config, "quantization_config", None)
-        if settings is not None:
-            return dict(settings if isinstance(settings, dict) else settings.to_dict())
+        said = getattr(config, "quantization_config", None)
+        if said is not None:
+            fields = dict(said if isinstance(said, dict) else said.to_dict())
+            return SaidForm(method_of(fields), fields, _without_quantization(model_config))
     return None
 
 
-def method_of(settings: Mapping[str, Any]) -> str:
-    """The name of the method of a `quantization_config`."""
-    if settings.get("load_in_8bit"):
+def method_of(fields: Mapping[str, Any]) -> str:
+    """Return the name of the method of a `quantization_config`."""
+    if fields.get("load_in_8bit"):
         return "int8"
-    if settings.get("load_in_4bit"):
+    if fields.get("load_in_4bit"):
         return "bitsandbytes"
-    method = settings.get("quant_method")
+    method = fields.get("quant_method")
     return str(getattr(method, "value", method))
 
 
-def without_quantization(model_config: Any) -> Any:
-    """A copy of a config, and of the configs in it, without `quantization_config`."""
+def _without_quantization(model_config: Any) -> Any:
     plain = copy.deepcopy(model_config)
     configs = [plain]
     for config in configs:

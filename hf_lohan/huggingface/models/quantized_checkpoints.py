@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.config import ResolvedConfig
-from hf_lohan.huggingface.models.hub import Tensors, method_of
+from hf_lohan.huggingface.models.hub import SaidForm, Tensors
 from hf_lohan.model import dtype_name
 from hf_lohan.model.packed_weights import is_named, is_transposed, linear_routers
 from hf_lohan.planner import Quantization
@@ -39,16 +39,15 @@ Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
 """By name, a weight and the names of the tensors that encode it."""
 
 
-def finder(path: str | Path, settings: Mapping[str, Any]) -> Callable[..., Encoded]:
-    """Return the function that finds the weights that tensors encode, by a `quantization_config`. Nothing is read. For
+def finder(path: str | Path, said: SaidForm) -> Callable[..., Encoded]:
+    """Return the function that finds the weights that tensors encode, by what the config says. Nothing is read. For
     int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
-    refuse_other_methods(path, settings)
-    return partial(_FINDERS[method_of(settings)], settings)
+    refuse_other_methods(path, said.method)
+    return partial(_FINDERS[said.method], said.fields)
 
 
-def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a `quantization_config` whose method is not decoded."""
-    method = method_of(settings)
+def refuse_other_methods(path: str | Path, method: str) -> None:
+    """Raise ValueError for a method of quantization that is not decoded."""
     if method not in _FINDERS:
         raise ValueError(
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
