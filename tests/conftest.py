@@ -34,6 +34,7 @@ os.environ["HF_HOME"] = os.path.join(os.environ["LOHAN_TEST_CACHE"], "huggingfac
 
 sys.path.insert(0, str(Path(__file__).parent / "shared"))  # modules that several folders use
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "development"))  # `tiny_configs`, which these modules use
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "benchmarks"))  # doubles that take time
 pytest.register_assert_rewrite("engines")
 
 GPU_TESTS = Path(__file__).parent / "gpu"

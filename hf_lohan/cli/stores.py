@@ -24,13 +24,6 @@ def ssd_paths_of(stores: Sequence[str]) -> list[list[str]]:
     return store_paths_of(stores[0]) if len(stores) == 1 else [[*map(str, stores)]]
 
 
-def progress_bar(console: Console) -> Progress:
-    """Return a bar of bytes, which disappears at its end."""
-    words, left = TextColumn("{task.description}"), TimeRemainingColumn()
-    columns = (words, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
-    return Progress(*columns, console=console, transient=True)
-
-
 def verify_stores(stores: Sequence[str]) -> bool:
     """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
     ValueError if nothing is committed."""
@@ -90,7 +83,8 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     """Read all data of a commit, and print each damaged part. Returns a summary, or "" for no damage."""
     num_damaged = 0
     store.view_commit(commit)
-    with progress_bar(console) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
         for record, errors in store.verify_records():
             progress.advance(task, record.num_bytes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -511,9 +512,6 @@ def _free_parameter(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data.new_empty(0)
 
 
-_READ, _ELEMENTS, _MASTERS, _FAILED = "read ", "elements ", "masters ", "failed "
-
-
 class CollectiveReads:
     """Reads weights with all ranks together, because each rank stores a part of every weight. Rank 0 (`leading`)
     chooses the order and tells the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
@@ -528,24 +526,21 @@ class CollectiveReads:
         return self._access().parts
 
     def read_parameter(self, name: str) -> Tensor:
-        self._announce(_READ + name)
+        self._announce("read_parameter", name)
         return self._access().read_parameter(name)
 
     def read_elements(self, name: str, first: int, last: int) -> Tensor:
-        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        self._announce("read_pieces", name, "param", first, last)
         return self._access().read_elements(name, first, last)
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
-        self._announce(f"{_MASTERS}{first} {last} {name}")
+        self._announce("read_masters", name, first, last)
         return self._access().read_masters(name, first, last)
 
     def read_pieces(
         self, name: str, kind: str, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Read the pieces of the working weight. No other kind is read together."""
-        assert kind == "param", "only weights are read together"
-        last = self.parts[name][0][1].shape.numel() if last is None else last
-        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        self._announce("read_pieces", name, kind, first, last)
         pieces = self._access().read_pieces(name, kind, first, last)
         try:
             while (piece := next(pieces, None)) is not None:
@@ -561,26 +556,22 @@ class CollectiveReads:
             yield
         except BaseException as error:
             with suppress(RankFailedError):  # another rank may have ended because of this one
-                self._announce(f"{_FAILED}{type(error).__name__}: {error}")
+                self._announce("failed", f"{type(error).__name__}: {error}")
             raise
-        self._announce("")
+        self._announce()
 
     def follow_rank_0(self) -> None:
         """On the other ranks, read what rank 0 reads. Raises RankFailedError if rank 0 failed."""
-        while order := self._announce(""):
-            if order.startswith(_FAILED):
-                raise RankFailedError(f"rank 0 could not save the model: {order.removeprefix(_FAILED)}", 0)
-            if order.startswith(_READ):
-                self._access().read_parameter(order.removeprefix(_READ))
-                continue
-            if order.startswith(_MASTERS):
-                first, last, name = order.removeprefix(_MASTERS).split(" ", 2)
-                self._access().read_masters(name, int(first), int(last))
-                continue
-            first, last, name = order.removeprefix(_ELEMENTS).split(" ", 2)
-            for _ in self._access().read_pieces(name, "param", int(first), int(last)):
+        while order := self._announce():
+            method, *arguments = order
+            if method == "failed":
+                raise RankFailedError(f"rank 0 could not save the model: {arguments[0]}", 0)
+            read = getattr(self._access(), method)(*arguments)
+            for _ in read if method == "read_pieces" else ():
                 pass
 
-    def _announce(self, order: str) -> str:
-        """Send ``order`` from rank 0, and return it on all ranks."""
-        return self._links.all_gather("the next weight to save", order.encode())[0].decode()
+    def _announce(self, *order: str | int | None) -> list[Any]:
+        """Send a method and its arguments from rank 0, and return them on all ranks."""
+        told = self._links.all_gather("the next weight to save", json.dumps(order).encode())
+        first: list[Any] = json.loads(told[0])
+        return first

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from benchmarking import Options, facts_of, offloaded_step, table_of
+from paced_device import PacedDevice
 from paced_step import Workload, keep_for_planner, measured_hardware, one_drive, own_cache, paced_drive
 from rich.console import Console
 from step_bound import least_step_s
@@ -50,7 +51,6 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
-from hf_lohan.testing.paced_device import PacedDevice
 from hf_lohan.testing.stored_state import Content, content_of
 
 ROOT = Path(__file__).resolve().parents[2]

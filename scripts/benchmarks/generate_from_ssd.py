@@ -4,7 +4,7 @@
     python scripts/benchmarks/generate_from_ssd.py --store /dev/shm --drive 60e6  # on one of so many bytes a second
     python scripts/benchmarks/generate_from_ssd.py --num-experts 32               # a mixture, expert by expert
 
-The layers compute by waiting (`hf_lohan.testing.paced_layers`), so the cores are as free as beside a GPU. All else is
+The layers compute by waiting (`paced_layers.py`), so the cores are as free as beside a GPU. All else is
 real: engine, store, checksums, `model.generate`. With `--drive` reads are held up as one such drive would; else the
 I/O engine alone reads the records first, and that is the drive's rate. Sides, in turns:
 
@@ -32,6 +32,8 @@ from unittest.mock import patch
 import torch
 import typer
 from benchmarking import Options, benchmark, folder_in, pairs_ratio, spread, table_of
+from paced_device import PacedDevice
+from paced_layers import pace_layers, paced_expert
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen3MoeConfig
 
@@ -48,8 +50,6 @@ from hf_lohan.huggingface.generate.text_generation import PassClock
 from hf_lohan.planner import KeysAndValues, SizeClass
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.testing.paced_device import PacedDevice
-from hf_lohan.testing.paced_layers import pace_layers, paced_expert
 from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.weights.schedule import LoadSchedule
 

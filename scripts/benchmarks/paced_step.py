@@ -6,7 +6,7 @@
     python scripts/benchmarks/paced_step.py --accumulation 4 --vertical --set prefetch_blocks=3
     python scripts/benchmarks/paced_step.py --drive 400e6 --hidden 1024 --intermediate 4096  # also a paced drive
 
-The layers compute by waiting (`hf_lohan.testing.paced_layers`), on a device whose copies take the time of a link
+The layers compute by waiting (`paced_layers.py`), on a device whose copies take the time of a link
 (`paced_device`), so the cores are as free as beside a GPU. Engine, drive, optimizer, journal and Trainer are real.
 `--set commit_every=1` commits every step.
 
@@ -38,6 +38,8 @@ import torch
 import typer
 from benchmarking import NormsOption, Options, benchmark, folder_in, parsed_settings, table_of
 from io_alone import alone_bytes_per_s, moments_of
+from paced_device import PacedDevice
+from paced_layers import pace_layers
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -54,8 +56,6 @@ from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planner import HardwareProfile, forecast
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.testing.paced_device import PacedDevice
-from hf_lohan.testing.paced_layers import pace_layers
 from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.timeline import Timeline
 from hf_lohan.wording import format_bytes

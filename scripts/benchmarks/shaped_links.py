@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 from benchmarking import LEARNING_RATE, Options, benchmark, folder_in, spread, table_of
+from network_boxes import NetworkBox, network_boxes
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -37,7 +38,6 @@ from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks, connect
-from hf_lohan.testing.network_boxes import NetworkBox, network_boxes
 
 HANGS_AFTER_S = 600.0
 MAX_NORM = 1.0

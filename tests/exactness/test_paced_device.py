@@ -10,6 +10,8 @@ import pytest
 import torch
 from covering import slow_but
 from engines import resolved
+from paced_device import PacedDevice, SteppedClock
+from paced_layers import PacedLinear, pace_layers
 from torch import nn
 from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
 
@@ -21,8 +23,6 @@ from hf_lohan.hardware.rates import MatrixShape
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.planning import trace_blocks
 from hf_lohan.testing.models import tiny_model
-from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
-from hf_lohan.testing.paced_layers import PacedLinear, pace_layers
 
 FLOPS_PER_S = 1e6
 LINK_BYTES_PER_S = 1e6

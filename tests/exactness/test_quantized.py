@@ -34,6 +34,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface.models.checkpoint_form import read_form
+from hf_lohan.huggingface.models.hub import quantization_of
 from hf_lohan.huggingface.models.quantized_checkpoints import quantized_as_asked
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
@@ -555,7 +556,7 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
     }
     save_file(tensors, tmp_path / "model.safetensors")
     model_config = LlamaConfig(quantization_config=BitsAndBytesConfig(**fields).to_dict())
-    packed = read_form(tmp_path, model_config)
+    packed = read_form(tmp_path, model_config, quantization_of(model_config))
     assert hasattr(model_config, "quantization_config") and not hasattr(packed.model_config, "quantization_config")
     skip = {"method": "nf4", "double": False, "skip": ["experts", "lm_head"]}
     quantize = packed.settings(OffloadConfig.load({"quantize": skip}), torch.bfloat16, []).quantize

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from divided_experts import opened
 from engines import open_engine, resolved
+from network_boxes import NetworkBox, NoBoxesError, network_boxes
 from rank_processes import CONTEXT, HANGS_AFTER_S
 
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, Ranks, connect
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.network_boxes import NetworkBox, NoBoxesError, network_boxes
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 Train = Callable[[Links, str], None]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import ParameterAccess, drain_model
 from hf_lohan.huggingface.models.checkpoint_form import CheckpointForm, read_form
-from hf_lohan.huggingface.models.quantized_checkpoints import opened_tensors
+from hf_lohan.huggingface.models.hub import opened_tensors, quantization_of
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import name_in_base, packed_forms
@@ -131,7 +131,7 @@ def _published(kind: str, folder: Path) -> tuple[Any, CheckpointForm]:
     else:
         path = path if path.exists() else KINDS[kind][0](path)
         model = dequantized(path, kind)
-    form = read_form(path, AutoConfig.from_pretrained(path))
+    form = read_form(path, config := AutoConfig.from_pretrained(path), quantization_of(config))
     with torch.device("meta"):
         skeleton: nn.Module = AutoModelForCausalLM.from_config(form.model_config)
     form.fit(skeleton)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from engines import EngineFactory, TwinsFactory
+from paced_device import PacedDevice, SteppedClock
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Lane
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.testing.models import tiny_model
-from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
 from hf_lohan.updates.handover import BorrowedSlot
 
 

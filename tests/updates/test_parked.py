@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
-from hf_lohan.testing.async_device import AsyncDevice
 
 from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates.worker import UpdateQueue

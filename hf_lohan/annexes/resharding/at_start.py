@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hf_lohan.annexes.resharding.reshard import LoggedProgress
 from hf_lohan.annexes.resharding.reshard_together import reshard_together
@@ -35,14 +35,21 @@ def reshard_for_these_ranks(
     )
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in given]
     progress = LoggedProgress("resharded")
+    with shown_copy(progress, is_shown=links.ranks.rank == 0) as on_copied:
+        reshard_together(found, links, form_of, launch_id(), capacities, opened, on_copied)
+    log_once(links, progress.text())
+
+
+@contextlib.contextmanager
+def shown_copy(progress: LoggedProgress, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback that counts copied bytes in ``progress`` and in a line on the terminal."""
     with contextlib.ExitStack() as line:
 
         def on_copied(num_bytes: int, total_bytes: int) -> None:
-            if links.ranks.rank == 0:
+            if is_shown:
                 if not progress.num_bytes:
                     line.enter_context(long_work("resharding the stores", total_bytes))
                 advance(num_bytes)
                 progress.advance(num_bytes, total_bytes)
 
-        reshard_together(found, links, form_of, launch_id(), capacities, opened, on_copied)
-    log_once(links, progress.text())
+        yield on_copied

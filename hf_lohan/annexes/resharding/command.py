@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from hf_lohan.annexes.resharding.at_start import shown_copy
 from hf_lohan.annexes.resharding.reshard import LoggedProgress, reshard
-from hf_lohan.cli.stores import print_line, progress_bar, ssd_paths_of
+from hf_lohan.cli.stores import print_line, ssd_paths_of
 from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.wording import times
 
@@ -20,13 +21,7 @@ def reshard_stores(
     if num_nodes is not None and not balances:
         raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
     console, logged = Console(stderr=True), LoggedProgress("copied")
-    with progress_bar(console) as progress:
-        task = progress.add_task("copying", total=None)
-
-        def on_copied(num_bytes: int, total_bytes: int) -> None:
-            progress.update(task, total=total_bytes, advance=num_bytes)
-            logged.advance(num_bytes, total_bytes)
-
+    with shown_copy(logged) as on_copied:
         resharded = reshard(
             ssd_paths_of(stores),
             num_ranks,

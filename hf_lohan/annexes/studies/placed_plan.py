@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.planner.fitting import (
     allocator_bytes,
-    layer_needs,
     measure_room,
     outer_working_bytes,
     room_to_hold_bytes,
-    tied_gradient_bytes,
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
@@ -28,7 +27,7 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.search.candidate_memory import held_beside
+from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside
 from hf_lohan.planner.search.plan_search import forecast
 
 Bytes = npt.NDArray[np.float64]
@@ -73,29 +72,11 @@ def fullest_bytes(
     fetch_ahead: int = FETCH_AHEAD,
     layers_leaving: int = LAYERS_LEAVING,
 ) -> float:
-    """Return the peak of device memory beside the slots, by the rules of `FullestMoment`. ``fetch_ahead`` layers come
-    back before their backward, and ``layers_leaving`` layers leave while the next one computes."""
-    layers = model.layers
-    if not layers:
+    """Return the peak of device memory beside the slots (`FullestMoment.peak`)."""
+    if not model.layers:
         return float(outer_working_bytes(model))
-    inputs = np.array([layer.input_bytes for layer in layers], dtype=np.float64)
-    needs = np.array([layer_needs(layer, model) for layer in layers], dtype=np.float64)
-    before = np.cumsum(placed.kept) - placed.kept
-    swapped = placed.swapped / num_together
-    ahead = sum((_shifted(swapped, number) for number in range(1, fetch_ahead + 1)), np.zeros(len(layers)))
-    leaving = sum((_shifted(swapped, number) for number in range(layers_leaving + 1)), np.zeros(len(layers)))
-    own = placed.kept_outputs
-    rest = np.maximum(0.0, needs - np.maximum(0.0, (own - inputs) / num_together))
-    backward = before + inputs + own + rest + tied_gradient_bytes(model) + ahead
-    forward = before + 2 * inputs + own + leaving
-    back_first = swapped[len(layers) - fetch_ahead :].sum()
-    head = placed.kept.sum() + outer_working_bytes(model) + back_first
-    return float(max(backward.max(), forward.max(), head))
-
-
-def _shifted(values: Bytes, number: int) -> Bytes:
-    """Return for each layer the value of the layer ``number`` places before it, or 0."""
-    return np.concatenate([np.zeros(min(number, len(values))), values[: max(0, len(values) - number)]])
+    peak = partial(FullestMoment(model, [], num_together).peak, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving)
+    return float(peak(placed.kept, placed.kept_outputs, placed.swapped[None])[0])
 
 
 def with_placements(

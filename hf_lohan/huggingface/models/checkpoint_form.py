@@ -19,23 +19,18 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, bytes_in_file, sources_of_weights
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.huggingface.models.hub import SaidForm, Tensors, has_safetensors, method_of, opened_tensors
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     FUSED_EXPERTS,
     Encoded,
-    Tensors,
     check_compute_dtype,
     compressed_block,
     finder,
-    has_safetensors,
     is_of_activations,
-    method_of,
     name_unpacked,
-    opened_tensors,
-    quantization_of,
     quantized_as_asked,
     transposed_weights,
     weight_settings,
-    without_quantization,
 )
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model import Block, dtype_name
@@ -94,25 +89,24 @@ class CheckpointForm:
         """Raise ValueError if a loaded model lacks weights because tensors of the checkpoint were ``unused``."""
 
 
-def read_form(path: str | Path, model_config: Any, *, stays_packed: bool = True) -> CheckpointForm:
-    """Return the form of the checkpoint in a folder. Without ``stays_packed`` all its weights must be decoded.
+def read_form(
+    path: str | Path, model_config: Any, said: SaidForm | None, *, stays_packed: bool = True
+) -> CheckpointForm:
+    """Return the form of the checkpoint in a folder. ``said``: the `quantization_of` the config. Without
+    ``stays_packed`` all its weights must be decoded.
 
     Raises ValueError for a form that is not read, and for scales that are missing, cut short or not finite, before a
     weight is read.
     """
-    fields = quantization_of(model_config)
-    if fields is None:
+    if said is None:
         return CheckpointForm(path, model_config)
-    packed = _FourBitForm.open(path, model_config, fields) if stays_packed else None
-    return packed or _EncodedForm(path, model_config, fields)
+    packed = _FourBitForm.open(path, said) if stays_packed else None
+    return packed or _EncodedForm(path, said)
 
 
-def published_form(path: str | Path, model_config: Any) -> CheckpointForm:
+def published_form(path: str | Path, model_config: Any, said: SaidForm) -> CheckpointForm:
     """Return the form of a checkpoint for a plan. Without safetensors files its config alone says what is packed."""
-    fields = quantization_of(model_config)
-    if fields is None or has_safetensors(path):
-        return read_form(path, model_config)
-    return _NamedForm(path, model_config, fields)
+    return read_form(path, model_config, said) if has_safetensors(path) else _NamedForm(path, said)
 
 
 # Codes and scales: fp8, MXFP4, compressed-tensors, int8.
@@ -123,10 +117,10 @@ class _EncodedForm(CheckpointForm):
 
     is_decoded = True
 
-    def __init__(self, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> None:
-        super().__init__(path, without_quantization(model_config))
-        self._method = method_of(fields)
-        self._find = finder(path, fields)
+    def __init__(self, path: str | Path, said: SaidForm) -> None:
+        super().__init__(path, said.plain)
+        self._method = said.method
+        self._find = finder(path, said)
         self._sources: Mapping[str, SourcesOfUnits] = {}
         """By the name of a parameter, the weights of the checkpoint that its units have."""
         self._matrices: dict[str, tuple[EncodedMatrix, ...]] = {}
@@ -266,11 +260,11 @@ class _FourBitForm(CheckpointForm):
     """Weights that bitsandbytes packed in 4 bits. All stay packed."""
 
     @classmethod
-    def open(cls, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> _FourBitForm | None:
-        """Return the form by the ``fields`` of a `quantization_config` and the names in files; None if bitsandbytes did
-        not pack them in 4 bits."""
-        method = fields.get("bnb_4bit_quant_type")
-        if not fields.get("load_in_4bit") or method not in PACKED_METHODS or not has_safetensors(path):
+    def open(cls, path: str | Path, said: SaidForm) -> _FourBitForm | None:
+        """Return the form by what the config says and the names in files; None if bitsandbytes did not pack them in 4
+        bits."""
+        method = said.fields.get("bnb_4bit_quant_type")
+        if not said.fields.get("load_in_4bit") or method not in PACKED_METHODS or not has_safetensors(path):
             return None
         with opened_tensors(Path(path)) as tensors:
             ends = (".weight.absmax", f".weight.{_STATE}{method}")
@@ -278,26 +272,19 @@ class _FourBitForm(CheckpointForm):
             if not packed:
                 return None
             names = {weight: weight in packed for weight in map(_weight_of, tensors)}
-            return cls(path, model_config, fields, names, tensors)
+            return cls(path, said, names, tensors)
 
-    def __init__(
-        self,
-        path: str | Path,
-        model_config: Any,
-        fields: Mapping[str, Any],
-        names: Mapping[str, bool],
-        tensors: Tensors,
-    ) -> None:
+    def __init__(self, path: str | Path, said: SaidForm, names: Mapping[str, bool], tensors: Tensors) -> None:
         """``names`` says of each weight of the checkpoint whether it is packed."""
-        super().__init__(path, without_quantization(model_config))
-        self._compute_dtype = fields.get("bnb_4bit_compute_dtype")
+        super().__init__(path, said.plain)
+        self._compute_dtype = said.fields.get("bnb_4bit_compute_dtype")
         self._names = names
         self._dtype = torch.float32
         self._shapes: dict[str, tuple[int, ...]] = {}
         name = self._packed_names[0]
         state = self._state_of(name, self._parts_by_name(tensors)[name])
         is_double, block = "nested_blocksize" in state, state["blocksize"]
-        method = fields["bnb_4bit_quant_type"]
+        method = said.fields["bnb_4bit_quant_type"]
         self._form = Quantization.parse({"method": method, "double": is_double, "block": block})
 
     def fit(self, skeleton: nn.Module) -> None:
@@ -443,11 +430,11 @@ def _weight_of(name: str) -> str:
 class _NamedForm(CheckpointForm):
     """The form that a config names. Kinds of codes that it does not name are those of its method's usual files."""
 
-    def __init__(self, path: str | Path, model_config: Any, fields: Mapping[str, Any]) -> None:
-        super().__init__(path, without_quantization(model_config))
-        self._fields = fields
+    def __init__(self, path: str | Path, said: SaidForm) -> None:
+        super().__init__(path, said.plain)
+        self._fields = fields = said.fields
         self._is_four_bit = bool(fields.get("load_in_4bit"))
-        self._method = fields.get("bnb_4bit_quant_type", "fp4") if self._is_four_bit else method_of(fields)
+        self._method = fields.get("bnb_4bit_quant_type", "fp4") if self._is_four_bit else said.method
         self._matrices: dict[str, tuple[EncodedMatrix, ...]] = {}
         names = ("modules_to_not_convert", "ignore", "llm_int8_skip_modules")
         skip = (module for name in names for module in fields.get(name) or ())

@@ -27,13 +27,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_lohan.compat.transformers_private import IMPLEMENTATIONS, set_implementations
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import CapacityError, StorePath
 from hf_lohan.files.directories import check_free_space
+from hf_lohan.quantize.encoded_weights import UnreadTensor
 from hf_lohan.ranks import Links
 from hf_lohan.store import DATA_NAMES, RecordSpec, bytes_of_new_store
 from hf_lohan.wording import format_bytes
@@ -47,6 +49,8 @@ _NOT_OF_CONFIG = (*HUB_ARGUMENTS, *CODE_ARGUMENTS, "gguf_file", "quantization_co
 """Arguments of `from_pretrained` that do not override an entry of the config."""
 CONFIG_NAME = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+Tensors = Mapping[str, UnreadTensor]
+"""The tensors of a checkpoint by name, which are not read."""
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes")
 """Configs, tokenizers, chat templates and processors."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -201,6 +205,13 @@ class Checkpoint:
                     raise ValueError(
                         f"the download of {self.name!r} failed ({_reason(error)}); start again, and it continues"
                     ) from error
+
+    @contextlib.contextmanager
+    def opened(self, config: OffloadConfig, links: Links) -> Iterator[Tensors]:
+        """Download the weights if they are missing, and yield the tensors, which are not read."""
+        self.fetch_weights(None, config, links)
+        with opened_tensors(Path(self.folder)) as tensors:
+            yield tensors
 
     def _check_room(
         self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
@@ -412,3 +423,87 @@ def _telling_others(links: Links) -> Iterator[None]:
     finally:
         is_done.set()
         thread.join()
+
+
+# What a folder has.
+
+
+@dataclass(frozen=True)
+class SaidForm:
+    """How a config says that the checkpoint is quantized."""
+
+    method: str
+    """The name of the method of the `quantization_config`."""
+    fields: dict[str, Any]
+    """Its entries."""
+    plain: Any
+    """A copy of the config, and of the configs in it, without `quantization_config`."""
+
+
+def quantization_of(model_config: Any) -> SaidForm | None:
+    """Return what a model's config says, or that of its text model; None if it says nothing."""
+    text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
+    for config in (model_config, text_config):
+        said = getattr(config, "quantization_config", None)
+        if said is not None:
+            fields = dict(said if isinstance(said, dict) else said.to_dict())
+            return SaidForm(method_of(fields), fields, _without_quantization(model_config))
+    return None
+
+
+def method_of(fields: Mapping[str, Any]) -> str:
+    """Return the name of the method of a `quantization_config`."""
+    if fields.get("load_in_8bit"):
+        return "int8"
+    if fields.get("load_in_4bit"):
+        return "bitsandbytes"
+    method = fields.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def _without_quantization(model_config: Any) -> Any:
+    plain = copy.deepcopy(model_config)
+    configs = [plain]
+    for config in configs:
+        vars(config).pop("quantization_config", None)
+        configs.extend(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    return plain
+
+
+def has_safetensors(path: str | Path) -> bool:
+    """Whether a folder has the weights of a checkpoint in safetensors."""
+    return (Path(path) / _WEIGHTS).is_file() or (Path(path) / _INDEX).is_file()
+
+
+def check_safetensors(path: str | Path) -> None:
+    """Read the headers of a checkpoint's safetensors files. Raises ValueError for a file that is missing or damaged."""
+    if has_safetensors(path):
+        with opened_tensors(Path(path)):
+            pass
+
+
+@contextlib.contextmanager
+def opened_tensors(path: Path) -> Iterator[Tensors]:
+    """The tensors of all safetensors files of a checkpoint folder, which are not read. Raises ValueError for a file
+    that is missing or damaged."""
+    if (path / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    elif (path / _INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
+    else:
+        raise ValueError(
+            f"{str(path)!r} is a quantized checkpoint without {_WEIGHTS} or {_INDEX}, and is dequantized from "
+            "safetensors alone; save it as safetensors"
+        )
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, UnreadTensor] = {}
+        for name in files:
+            try:
+                file = stack.enter_context(safe_open(path / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{str(path / name)!r} is missing or damaged ({error}); download it again") from None
+            tensors.update((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - no mapping
+        yield tensors

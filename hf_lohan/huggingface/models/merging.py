@@ -20,8 +20,7 @@ from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
-from hf_lohan.huggingface.models.hub import adapter_folder
-from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors
+from hf_lohan.huggingface.models.hub import adapter_folder, check_safetensors
 from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
 from hf_lohan.huggingface.models.saving import SavedWeights, dtype_of_config, on_meta, save_weights
 from hf_lohan.huggingface.models.weight_sink import make_placeholders

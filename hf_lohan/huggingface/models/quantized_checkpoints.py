@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.huggingface.models.hub import SaidForm, Tensors
 from hf_lohan.model import dtype_name
 from hf_lohan.model.packed_weights import is_named, is_transposed, linear_routers
 from hf_lohan.planner import Quantization
@@ -35,100 +31,28 @@ logger = logging.getLogger(__name__)
 
 FUSED_EXPERTS = "experts"
 """The end of the names of fused experts, which bitsandbytes does not quantize."""
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _OF_ACTIVATIONS = re.compile(r"(.+)([._])(activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
-Tensors = Mapping[str, UnreadTensor]
 Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
 """By name, a weight and the names of the tensors that encode it."""
 
 
-def finder(path: str | Path, settings: Mapping[str, Any]) -> Callable[..., Encoded]:
-    """Return the function that finds the weights that tensors encode, by a `quantization_config`. Nothing is read. For
+def finder(path: str | Path, said: SaidForm) -> Callable[..., Encoded]:
+    """Return the function that finds the weights that tensors encode, by what the config says. Nothing is read. For
     int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
-    refuse_other_methods(path, settings)
-    return partial(_FINDERS[method_of(settings)], settings)
+    refuse_other_methods(path, said.method)
+    return partial(_FINDERS[said.method], said.fields)
 
 
-def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a `quantization_config` whose method is not decoded."""
-    method = method_of(settings)
+def refuse_other_methods(path: str | Path, method: str) -> None:
+    """Raise ValueError for a method of quantization that is not decoded."""
     if method not in _FINDERS:
         raise ValueError(
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
             f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
         )
-
-
-def quantization_of(model_config: Any) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config, or of its text model's."""
-    text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
-    for config in (model_config, text_config):
-        settings = getattr(config, "quantization_config", None)
-        if settings is not None:
-            return dict(settings if isinstance(settings, dict) else settings.to_dict())
-    return None
-
-
-def method_of(settings: Mapping[str, Any]) -> str:
-    """The name of the method of a `quantization_config`."""
-    if settings.get("load_in_8bit"):
-        return "int8"
-    if settings.get("load_in_4bit"):
-        return "bitsandbytes"
-    method = settings.get("quant_method")
-    return str(getattr(method, "value", method))
-
-
-def without_quantization(model_config: Any) -> Any:
-    """A copy of a config, and of the configs in it, without `quantization_config`."""
-    plain = copy.deepcopy(model_config)
-    configs = [plain]
-    for config in configs:
-        vars(config).pop("quantization_config", None)
-        configs.extend(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
-    return plain
-
-
-def has_safetensors(path: str | Path) -> bool:
-    """Whether a folder has the weights of a checkpoint in safetensors."""
-    return (Path(path) / _ONE_FILE).is_file() or (Path(path) / _INDEX).is_file()
-
-
-def check_safetensors(path: str | Path) -> None:
-    """Read the headers of a checkpoint's safetensors files. Raises ValueError for a file that is missing or damaged."""
-    if has_safetensors(path):
-        with opened_tensors(Path(path)):
-            pass
-
-
-@contextlib.contextmanager
-def opened_tensors(path: Path) -> Iterator[Tensors]:
-    """The tensors of all safetensors files of a checkpoint folder, which are not read. Raises ValueError for a file
-    that is missing or damaged."""
-    if (path / _ONE_FILE).is_file():
-        files = [_ONE_FILE]
-    elif (path / _INDEX).is_file():
-        try:
-            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
-    else:
-        raise ValueError(
-            f"{str(path)!r} is a quantized checkpoint without {_ONE_FILE} or {_INDEX}, and is dequantized from "
-            "safetensors alone; save it as safetensors"
-        )
-    with contextlib.ExitStack() as stack:
-        tensors: dict[str, UnreadTensor] = {}
-        for name in files:
-            try:
-                file = stack.enter_context(safe_open(path / name, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{str(path / name)!r} is missing or damaged ({error}); download it again") from None
-            tensors.update((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - no mapping
-        yield tensors
 
 
 def _scales_of(name: str, candidates: Sequence[str], tensors: Tensors) -> str:

@@ -22,14 +22,16 @@ from hf_lohan.engine import ParameterAccess, Tiers, check_equal_weights
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints, check_equal_configs
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished, finished_skeleton
 from hf_lohan.huggingface.models.checkpoint_form import published_form, read_form
-from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint, read_model_config
-from hf_lohan.huggingface.models.quantized_checkpoints import (
+from hf_lohan.huggingface.models.hub import (
+    CODE_ARGUMENTS,
+    Checkpoint,
+    Tensors,
     check_safetensors,
     has_safetensors,
-    opened_tensors,
     quantization_of,
-    refuse_other_methods,
+    read_model_config,
 )
+from hf_lohan.huggingface.models.quantized_checkpoints import refuse_other_methods
 from hf_lohan.huggingface.models.weight_sink import WeightSink, store_the_rest, streamed_to
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import OffloadLayout
@@ -95,9 +97,10 @@ class ModelRecipe:
         self.was_float16 = self.is_auto and _has_float16(config)
         self.dtype = load_dtype(path, config, dtype)
         self._compute_dtype = compute_dtype or self.dtype
-        if not stays_packed or quantization_of(config) is not None:
+        said = quantization_of(config)
+        if not stays_packed or said is not None:
             self.checkpoint.fetch_weights(None, settings, links)  # they say how they are packed
-        self.form = read_form(self.checkpoint.folder, config, stays_packed=stays_packed)
+        self.form = read_form(self.checkpoint.folder, config, said, stays_packed=stays_packed)
         self.settings = self.form.settings_asked(settings, quantization_config, self._compute_dtype)
         self.config = self._own_config = self.form.model_config
 
@@ -125,9 +128,9 @@ class ModelRecipe:
     def _tie(self) -> None:
         """Have tied weights loaded once. See `config_as_tied`."""
         if ties_weights(self.config) and (self.checkpoint.missing or has_safetensors(self.checkpoint.folder)):
-            self.checkpoint.fetch_weights(None, self.settings, self._links)  # values are compared
             build = partial(skeleton_of, self.model_class, dtype=self.dtype, code=self.checkpoint.code)
-            self.config, renamed = config_as_tied(self.checkpoint.folder, self.config, build, self.dtype)
+            with self.checkpoint.opened(self.settings, self._links) as tensors:
+                self.config, renamed = config_as_tied(tensors, self.checkpoint.folder, self.config, build, self.dtype)
             self._own_config = self.config
             self.checkpoint = replace(self.checkpoint, renamed=renamed)
 
@@ -207,12 +210,12 @@ def model_to_plan(
     code = {name: arguments[name] for name in CODE_ARGUMENTS if name in arguments}
     dtype = planning_dtype(config, dtype)
     model = weightless_model(config, dtype, code=code)
-    fields = quantization_of(config)
-    is_four_bit = fields is not None and bool(fields.get("load_in_4bit"))
-    if fields is not None and not is_four_bit:
-        refuse_other_methods(path, fields)
-    if is_four_bit or (fields is not None and lora_rank is not None and settings.quantize.method == "auto"):
-        form = published_form(path, config)
+    said = quantization_of(config)
+    is_four_bit = said is not None and bool(said.fields.get("load_in_4bit"))
+    if said is not None and not is_four_bit:
+        refuse_other_methods(path, said.method)
+    if said is not None and (is_four_bit or (lora_rank is not None and settings.quantize.method == "auto")):
+        form = published_form(path, config, said)
         form.fit(model)
         settings = form.settings(settings, dtype, [name for name, _ in model.named_parameters()])
     if lora_rank is not None:
@@ -326,7 +329,7 @@ def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
 
 
 def config_as_tied(
-    folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
+    tensors: Tensors, folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
 ) -> tuple[Any, dict[str, str | None]]:
     """Return the config, and the names under which tensors of a checkpoint are loaded if these are others.
 
@@ -342,34 +345,33 @@ def config_as_tied(
         return model, model.all_tied_weights_keys
 
     model, tied_weights = tied_by(config)
-    with opened_tensors(Path(folder)) as tensors:
-        sources = sources_of_weights(model, list(tensors))
-        renamed: dict[str, str | None] = {}
-        for tied, first in tied_weights.items():
-            names, others = ([name for unit in sources.get(one, ()) for name in unit] for one in (tied, first))
-            if len(names) != 1 or len(others) > 1 or names == others:
-                continue
-            if not others:
-                renamed[names[0]], sources[first] = first, sources[tied]
-                continue
-            if _are_equal(tensors[names[0]], tensors[others[0]], dtype):
-                renamed[names[0]] = None
-                continue
-            untied = copy.deepcopy(config)
-            untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
-            if tied in tied_by(untied)[1]:
-                raise ValueError(
-                    f"{folder!r} has different values for {tied} and {first}, which {type(model).__name__} ties; use a "
-                    "checkpoint with one of them, or load the model in memory and pass it"
-                )
-            logger.warning(
-                "%s and %s have different values in %s, so they are not tied; set tie_word_embeddings to false in "
-                "its config",
-                tied,
-                first,
-                folder,
+    sources = sources_of_weights(model, list(tensors))
+    renamed: dict[str, str | None] = {}
+    for tied, first in tied_weights.items():
+        names, others = ([name for unit in sources.get(one, ()) for name in unit] for one in (tied, first))
+        if len(names) != 1 or len(others) > 1 or names == others:
+            continue
+        if not others:
+            renamed[names[0]], sources[first] = first, sources[tied]
+            continue
+        if _are_equal(tensors[names[0]], tensors[others[0]], dtype):
+            renamed[names[0]] = None
+            continue
+        untied = copy.deepcopy(config)
+        untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+        if tied in tied_by(untied)[1]:
+            raise ValueError(
+                f"{folder!r} has different values for {tied} and {first}, which {type(model).__name__} ties; use a "
+                "checkpoint with one of them, or load the model in memory and pass it"
             )
-            config = untied
+        logger.warning(
+            "%s and %s have different values in %s, so they are not tied; set tie_word_embeddings to false in "
+            "its config",
+            tied,
+            first,
+            folder,
+        )
+        config = untied
     return config, renamed
 
 

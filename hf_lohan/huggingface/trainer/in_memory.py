@@ -18,8 +18,7 @@ from hf_lohan.config import FITS_OR_NOT, ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adding_adapters
-from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
+from hf_lohan.huggingface.models.hub import Checkpoint, quantization_of
 from hf_lohan.huggingface.models.recipe import load_dtype, model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit

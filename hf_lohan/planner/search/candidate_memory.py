@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hf_lohan.planner.costs.step_costs import Values
 from hf_lohan.planner.fitting import layer_needs, outer_working_bytes, tied_gradient_bytes
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
-from hf_lohan.planner.offload_plan import BlockGradient
+from hf_lohan.planner.offload_plan import FETCH_AHEAD, LAYERS_LEAVING, BlockGradient
 from hf_lohan.planner.search.activation_choices import Candidates, Counts, OperationKind
 
 
@@ -62,22 +62,42 @@ class FullestMoment:
         if keeps_all:
             own = np.array([layer.saved_bytes for layer in self._layers], dtype=np.float64)
         kept_bytes = own + is_kept * self._inputs
-        before = np.cumsum(kept_bytes) - kept_bytes
         swapped = self._bytes_by_layer(candidates.swapped, from_last=False) * self._chunk_shares
         swapped = swapped + ~is_kept * self._inputs
+        fullest = self.peak(kept_bytes, own, swapped, keeps_all=keeps_all)
+        beside: Values = np.maximum(0.0, fullest - kept_bytes.sum())
+        return beside
+
+    def peak(
+        self,
+        kept: Values,
+        own: Values,
+        swapped: Values,
+        *,
+        fetch_ahead: int = FETCH_AHEAD,
+        layers_leaving: int = LAYERS_LEAVING,
+        keeps_all: bool = False,
+    ) -> Values:
+        """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` and ``own`` [num_layers]: what a
+        layer keeps, and its outputs in that. ``swapped`` [num_candidates, num_layers]: what leaves. ``fetch_ahead``
+        layers come back before their backward, and ``layers_leaving`` leave while the next one computes."""
+        before = np.cumsum(kept) - kept
         swapped = swapped / self._num_together
-        one_before = np.concatenate([np.zeros((len(swapped), 1)), swapped[:, :-1]], axis=1)
-        two_before = np.concatenate([np.zeros((len(swapped), 1)), one_before[:, :-1]], axis=1)
         of_one = own * self._chunk_shares / self._num_together
         of_inputs = self._inputs * self._chunk_shares / self._num_together
         counted_twice = of_one if keeps_all else np.maximum(0.0, of_one - of_inputs)
         rest = np.maximum(0.0, self._needs - counted_twice)  # `own` plus this is all that the layer needs
-        backward = before + self._inputs + own + rest + self._gradient_bytes + one_before
-        forward = before + 2 * self._inputs + own + swapped + one_before + two_before
-        head = kept_bytes.sum() + self._outer_bytes + swapped[:, -1:]
-        fullest = np.concatenate([backward, forward, head], axis=1).max(axis=1)
-        beside: Values = np.maximum(0.0, fullest - kept_bytes.sum())
-        return beside
+        backward = before + self._inputs + own + rest + self._gradient_bytes
+        forward = before + 2 * self._inputs + own + swapped
+        head = kept.sum() + self._outer_bytes + swapped[:, max(0, len(own) - fetch_ahead) :].sum(axis=1, keepdims=True)
+        for number in range(1, max(fetch_ahead, layers_leaving) + 1):
+            earlier = np.zeros_like(swapped)
+            earlier[:, number:] = swapped[:, :-number]
+            backward = backward + (earlier if number <= fetch_ahead else 0)
+            forward = forward + (earlier if number <= layers_leaving else 0)
+        backward = np.broadcast_to(backward, swapped.shape)
+        fullest: Values = np.concatenate([backward, forward, head], axis=1).max(axis=1)
+        return fullest
 
     def _bytes_by_layer(self, counts: Counts, *, from_last: bool) -> Values:
         """Return bytes [num_candidates, num_layers] of ``counts`` outputs of each kind, taken from the first layers or

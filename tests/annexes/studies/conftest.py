@@ -1,5 +1,4 @@
-"""Import fixtures of models for plans. Makes the papers' machines and models of tests/planner importable, and the bound
-of scripts/benchmarks."""
+"""Import fixtures of models for plans. Makes the papers' machines and models of tests/planner importable."""
 
 from __future__ import annotations
 
@@ -9,6 +8,5 @@ from pathlib import Path
 from planned_models import equal_requests_planned_once, tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "planner"))
-sys.path.append(str(Path(__file__).parents[3] / "scripts" / "benchmarks"))
 
 __all__ = ["equal_requests_planned_once", "tiny"]

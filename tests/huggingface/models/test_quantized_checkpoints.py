@@ -24,6 +24,7 @@ import hf_lohan
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.models import recipe, weight_sink
 from hf_lohan.huggingface.models.checkpoint_form import read_form
+from hf_lohan.huggingface.models.hub import quantization_of
 from hf_lohan.quantize import encoded_weights
 from hf_lohan.quantize.encoded_weights import EncodedWeight, decode_fp4, decode_numbers
 from hf_lohan.testing.models import tiny_model
@@ -225,7 +226,7 @@ def test_quantization_config_may_ask_for_dequantization(dequantize: bool, load_s
 def test_only_scales_of_activations_of_encoded_weights_are_dropped(tmp_path: Path) -> None:
     """Gemma 3n has a parameter `correct_output_scale`."""
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
-    checkpoint = read_form(path, AutoConfig.from_pretrained(path))
+    checkpoint = read_form(path, config := AutoConfig.from_pretrained(path), quantization_of(config))
     tensors: Any = {name: _Stored(tensor) for name, tensor in tensors_in(path).items()}
     module = "model.layers.0.mlp.up_proj"
     kept = ["model.layers.0.altup.correct_output_scale", "model.norm.input_scale", "model.layers.0.mlp_input_scale"]
@@ -363,5 +364,5 @@ def test_weights_under_names_that_the_model_does_not_know_are_refused(load_strea
 def test_the_check_reads_only_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     monkeypatch.setattr(EncodedWeight, "decode", None)
-    checkpoint = read_form(path, AutoConfig.from_pretrained(path))
+    checkpoint = read_form(path, config := AutoConfig.from_pretrained(path), quantization_of(config))
     assert not hasattr(checkpoint.model_config, "quantization_config")

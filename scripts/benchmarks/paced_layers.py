@@ -17,10 +17,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from paced_device import PacedDevice
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
-
-from hf_lohan.testing.paced_device import PacedDevice
 
 UNUSED_GRADIENT_SCALE = 1e-6
 """So small that a billion such gradients have a norm far below 1, so that only the true gradients decide whether a step
