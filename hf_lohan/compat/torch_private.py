@@ -85,7 +85,7 @@ def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within
     which other ranks reach this one."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    settings = {"_devices": [_gloo_device(host, os.getpid())], "_timeout": connects_within, "_threads": 2}
+    settings = {"_devices": [_gloo_device(host, os.getpid())], "_timeout": connects_within, "_threads": 4}
     for name, value in settings.items():
         setattr(options, name, value)
     group = gloo(store, rank, num_ranks, options)

@@ -190,7 +190,7 @@ def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
 
 class NodeShards:
     """The shards that one rank sends and receives. The thread of the rounds calls `is_kept`, `keep_weights` and
-    `forget_kept`, and the one that fills memory calls the methods for its load."""
+    `forget_kept`, and those that fill memory call the methods for their load."""
 
     def __init__(
         self,
@@ -339,12 +339,13 @@ class NodeShards:
         self._sent.add(block)
         return form, message
 
-    def exchange(
+    def begin_exchange(
         self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool, is_stale: bool
-    ) -> tuple[list[int], list[int]]:
-        """Send what `make_own` returned to the ranks of other nodes, and put theirs into ``entry``. ``is_stale``:
-        whether the shard may be of a later version. Returns the ranks whose shards have arrived, and the ranks that
-        said that theirs are stale."""
+    ) -> Callable[[], tuple[list[int], list[int]]]:
+        """Begin to send what `make_own` returned to the ranks of other nodes, and to receive theirs. ``is_stale``:
+        whether the shard may be of a later version. Returns what puts theirs into ``entry`` when they are there, which
+        returns the ranks whose shards have arrived, and the ranks that said that theirs are stale. Exchanges are ended
+        in the order in which they began."""
         lane = self._group_lane if is_kept else self._lane
         assert lane is not None
         what = f"shards of {block.name}"
@@ -367,23 +368,26 @@ class NodeShards:
             else:
                 memory = torch.empty(num_bytes, dtype=torch.uint8)
             works.append((rank, others_form, memory, lane.begin_to_all(memory, rank, what)))
-        if told is None:
-            told = [_FORM.unpack(head) for head in finish()]
-            for rank, (others_form, _, num_bytes) in zip(lane.members, told, strict=True):
-                if (others_form, num_bytes) != (form, self._payload_bytes(block, rank, form)):
+
+        def end() -> tuple[list[int], list[int]]:
+            heads = told or [_FORM.unpack(head) for head in finish()]
+            for rank, (others_form, _, num_bytes) in zip(lane.members, heads, strict=True):
+                if told is None and (others_form, num_bytes) != (form, self._payload_bytes(block, rank, form)):
                     raise RanksDisagreeError(
                         f"rank {rank} sends {num_bytes} bytes in form {others_form} as its shard of {block.name}, and "
                         f"rank {self._ranks.rank} expected form {form}; load the same model on all ranks"
                     )
-        arrived = []
-        for rank, others_form, memory, begun in works:
-            lane.finish(begun)
-            if rank != self._ranks.rank:
-                arrived += self._receive(block, rank, others_form, memory, entry, keeps=keeps)
-            elif not is_kept:
-                for _ in lane.members[1:]:
-                    self._count(block, memory)
-        return arrived, [rank for rank, (_, stale, _) in zip(lane.members, told, strict=True) if stale]
+            arrived = []
+            for rank, others_form, memory, begun in works:
+                lane.finish(begun)
+                if rank != self._ranks.rank:
+                    arrived += self._receive(block, rank, others_form, memory, entry, keeps=keeps)
+                elif not is_kept:
+                    for _ in lane.members[1:]:
+                        self._count(block, memory)
+            return arrived, [rank for rank, (_, stale, _) in zip(lane.members, heads, strict=True) if stale]
+
+        return end
 
     def _sends_changes(self, form: int, *, keeps: bool) -> bool:
         return form not in (_CODED, _GROUPED) and keeps and self._changes is not None and self._kept is not None

@@ -49,6 +49,8 @@ _STALE = struct.Struct("<qq")
 _NUM_COPIED = struct.Struct("<q")
 _NOTHING = -1
 _UNKNOWN = -1
+_FAILURES_S = 0.1
+"""Seconds between two looks at whether a rank has failed."""
 
 
 class StaleError(RanksDisagreeError):
@@ -202,6 +204,7 @@ class SharedWeights(Rounds):
         self._is_between_passes: Callable[[], bool] = lambda: True
         self._copier = TaskThreads(1, "lohan-weights-copied")
         self._filler = TaskThreads(1, "lohan-weights-filled")
+        self._arrivals = TaskThreads(1, "lohan-weights-arrived")
         self._parts.open_lanes(links)
 
     def serve(self, is_between_passes: Callable[[], bool]) -> None:
@@ -248,6 +251,7 @@ class SharedWeights(Rounds):
         super().close()
         self._parts.close_lanes()
         self._filler.close()
+        self._arrivals.close()
         self._copier.close()
 
     # Rounds. Called by their thread.
@@ -438,16 +442,21 @@ class SharedWeights(Rounds):
         return max(1, numel // granule_numel) * granule_numel
 
     def _fill(self, load: _SharedLoad, *, has_begun: bool) -> None:
-        """Put this rank's shard, and those of its counterparts, into the memory of the node. One thread does this for
-        one load after the other, while the drive reads for later ones."""
+        """Put this rank's shard into the memory of the node, and send it to other nodes. One thread does this for one
+        load after the other, while the drive reads for later ones, and shards of earlier ones are on their way."""
         try:
             if not has_begun:
+                with self.lock:  # `_end_fill` has the earlier load of this block
+                    while self._num_filled < load.number:
+                        self._lane.raise_if_closed()
+                        self._links.raise_if_failed(f"waited for {load.block.name}")
+                        self.changed.wait(_FAILURES_S)
                 self._begin_own_shard(load)
             self._wait_for_own_shard(load)
             form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
-            coded = [self._ranks.rank, *(self._parts.kept(load.block) if load.is_kept else ())]
+            end_exchange = None
             if self._parts.is_sent(load.block, is_kept=load.is_kept):
-                arrived, stale = self._parts.exchange(
+                end_exchange = self._parts.begin_exchange(
                     load.block,
                     form,
                     payload,
@@ -456,9 +465,21 @@ class SharedWeights(Rounds):
                     keeps=load.keeps,
                     is_stale=load.number in self._own_stale,
                 )
-                self._note_stale(load, stale)
-                coded.extend(arrived)
-            for rank in coded:
+        except LaneClosedError:
+            return
+        except BaseException as error:
+            self._links.fail(error)  # the thread of the rounds then raises it
+            return
+        self._arrivals.submit(partial(self._end_fill, load, end_exchange))
+
+    def _end_fill(self, load: _SharedLoad, end_exchange: Callable[[], tuple[list[int], list[int]]] | None) -> None:
+        """Put the shards of this rank's counterparts into the memory of the node. One thread does this for one load
+        after the other."""
+        try:
+            arrived, stale = ([], []) if end_exchange is None else end_exchange()
+            self._note_stale(load, stale)
+            kept = self._parts.kept(load.block) if load.is_kept else ()
+            for rank in (self._ranks.rank, *kept, *arrived):
                 self._parts.code_part(load.block, rank, load.entry, load.coded)
             with self.lock:
                 self._num_filled += 1
@@ -470,7 +491,7 @@ class SharedWeights(Rounds):
         except LaneClosedError:
             return
         except BaseException as error:
-            self._links.fail(error)  # the thread of the rounds then raises it
+            self._links.fail(error)
 
     def _wait_for_own_shard(self, load: _SharedLoad) -> None:
         """If this rank has changed the block meanwhile, the data may be of a later period. Something is sent anyway,

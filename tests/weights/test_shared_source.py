@@ -7,11 +7,12 @@ import queue
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
 from hf_lohan.weights import RankLoader, RecordReader, SharedWeights, SlotRing
-from hf_lohan.weights.node_shards import SharedRegions
+from hf_lohan.weights.node_shards import NodeShards, SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
@@ -286,6 +287,28 @@ def test_a_node_reads_a_block_once_and_sends_it_once_to_each_other_node(
     num_nodes = num_ranks // num_local
     assert sum(world.read_bytes.values()) == pass_bytes
     assert sum(world.sent_bytes.values()) == (num_nodes - 1) * pass_bytes
+
+
+def test_later_shards_are_sent_while_earlier_ones_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, under_way, most = NodeShards.begin_exchange, Counter[int](), Counter[int]()
+
+    def begun(parts: NodeShards, *args: Any, **settings: Any) -> Callable[[], Any]:
+        end = begin(parts, *args, **settings)
+        under_way[id(parts)] += 1
+        most[id(parts)] = max(most[id(parts)], under_way[id(parts)])
+
+        def end_later() -> Any:
+            time.sleep(0.01)
+            arrived = end()
+            under_way[id(parts)] -= 1
+            return arrived
+
+        return end_later
+
+    monkeypatch.setattr(NodeShards, "begin_exchange", begun)
+    world = World(tmp_path, 2, num_local=1, room=3.0)
+    world.run(world.write(3, num_passes=3))
+    assert len(most) == 2 and min(most.values()) >= 2
 
 
 def test_ranks_wait_for_slow_drives(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class RankLane:
         """Begin an `agree`. Returns what waits for its end and returns the payloads."""
         if len(self.members) == 1:
             return lambda: [payload]
-        waited_s, name = self._last_wait_s, tag.encode()[:_INLINE_BYTES]
+        waited_s, name = self._last_wait_s, tag.encode()[: _INLINE_BYTES // 2]
         own = _HEAD.pack(len(payload), len(name), waited_s) + (name + payload)[:_INLINE_BYTES]
         begun = self._begin_exchange(tag, own, _HEAD.size + _INLINE_BYTES)
 
