@@ -113,6 +113,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     if other is not None:
         asked = OffloadConfig.load(asked, **dict(other.settings))
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
+        memory_is_host = hardware.device.shares_cpu
         if other.ram_factor > 1:
             ram = asked.cpu_memory
             asked = OffloadConfig.load(
@@ -125,6 +126,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         device_memory_bytes=device_bytes,
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
+        memory_is_host=memory_is_host,
     )
     if request.hardware is not None and hardware is not None:
         hardware = _direct_if_asked(hardware, config, request.hardware)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hf_lohan.config.offload_config import DEVICE_TENTHS, HOST_TENTHS, OffloadConfig
+from hf_lohan.config.offload_config import DEVICE_TENTHS, OffloadConfig, ram_of_auto
 from hf_lohan.config.values import AUTO, ConfigError, parse_bytes
 
 _GIB = 1 << 30
@@ -90,7 +90,8 @@ def _of_ram(answer: str) -> dict[str, Any]:
         return {}
     if _SIZE.fullmatch(answer.strip()) is None:
         raise ConfigError(f"the RAM {answer!r} is not a size; give one such as 64GB, or auto")
-    return {"cpu_memory": _shown(_bytes_of(answer.strip()) * HOST_TENTHS // 10)}
+    free_bytes = _bytes_of(answer.strip()) * 9 // 10  # the system and other programs have the rest
+    return {"cpu_memory": _shown(ram_of_auto(free_bytes, memory_is_host=False))}
 
 
 def _of_drives(answer: str) -> dict[str, Any]:

@@ -53,11 +53,21 @@ FITS_OR_NOT = "auto"
 """Value of a Trainer's `offload` that offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
 """Environment variable with the default of `offload`."""
-DEVICE_TENTHS, HOST_TENTHS = SLOTS_TENTHS, 6
-"""Tenths of the free memory of the device and of the host that "auto" allows."""
+DEVICE_TENTHS = SLOTS_TENTHS
+"""Tenths of the free memory of the device that "auto" allows."""
 _MAX_CPU_THREADS = 1024
 _IO_PIECE_BYTES = 8 << 20
+_BESIDE_BYTES = 6 << 30
+"""Host memory that `cpu_memory: auto` leaves for CUDA, libraries, workers of the data loader, and the page cache."""
 _SIZES = frozenset({"gpu_memory", "device_memory", "cpu_memory"})
+
+
+def ram_of_auto(free_bytes: int, *, memory_is_host: bool) -> int:
+    """Return the bytes that `cpu_memory: auto` is, of ``free_bytes`` of host memory."""
+    least_bytes = free_bytes * 6 // 10
+    if memory_is_host:  # slots and working memory are in the same memory
+        return least_bytes
+    return max(least_bytes, min(free_bytes * 85 // 100, free_bytes - _BESIDE_BYTES))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,6 +78,8 @@ class FreeResources:
     device_memory_bytes: int
     num_cpus: int
     default_ssd_path: str
+    memory_is_host: bool
+    """Whether the device computes in host memory."""
 
     def slots_bytes(self, config: OffloadConfig) -> int:
         """Return the bytes that `gpu_memory: auto` allows."""
@@ -97,9 +109,11 @@ class OffloadConfig:
     step is planned, and a batch that needs more is only warned of."""
 
     cpu_memory: int | Literal["auto"] = setting(
-        AUTO, check_size, here=lambda _, free: free.host_memory_bytes * HOST_TENTHS // 10
+        AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
-    """Maximum host memory for buffers, copies of records and swapped activations; "auto" is 60% of the free memory."""
+    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, and
+    leaves at least 6 GiB for everything else, such as workers of the data loader. It is never less than 60%, and 60% if
+    the device computes in host memory."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
         AUTO, check_ssd, here=lambda config, free: config.ssd_paths(free.default_ssd_path)
@@ -310,7 +324,13 @@ class OffloadConfig:
         return replace(self, **changes)
 
     def resolve(
-        self, *, host_memory_bytes: int, device_memory_bytes: int, num_cpus: int, default_ssd_path: str
+        self,
+        *,
+        host_memory_bytes: int,
+        device_memory_bytes: int,
+        num_cpus: int,
+        default_ssd_path: str,
+        memory_is_host: bool = True,
     ) -> ResolvedConfig:
         """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto"."""
         free = FreeResources(
@@ -318,6 +338,7 @@ class OffloadConfig:
             device_memory_bytes=device_memory_bytes,
             num_cpus=num_cpus,
             default_ssd_path=default_ssd_path,
+            memory_is_host=memory_is_host,
         )
         values: dict[str, Any] = {}
         for own in fields(OffloadConfig):

@@ -7,7 +7,7 @@ are mappings that `CudaDevice` pins, either anonymous or of a file in RAM that s
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,23 +55,50 @@ def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -
 
 
 def available_host_memory_bytes() -> int:
-    """Return how much RAM this process may still allocate on the machine and within the limit of a container."""
+    """Return how much RAM this process may still allocate on the machine, and within the limits of its control groups
+    (of a container or of a cluster's job)."""
     available = int(psutil.virtual_memory().available)
-    for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _read_int(limit_file), _read_int(used_file)
+    for folder, limit_name, used_name, cached_name in _cgroup_folders():
+        limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
         if limit is not None and used is not None:
-            available = min(available, max(0, limit - used))
+            available = min(available, max(0, limit - used + _cached_bytes(folder / "memory.stat", cached_name)))
     return available
 
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_NAMES = "memory.max", "memory.current", "inactive_file"
+_FORMER_NAMES = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Names of a limit, of the use, and in `memory.stat` of cached files that the kernel frees first: of versions 2 and 1
+of control groups."""
 
 
-def _read_int(path: str) -> int | None:
+def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the folder of each control group of memory that this process is in, with the names of its files. A
+    container may show its own group as the root."""
     try:
-        return int(Path(path).read_text().strip())  # cgroup v2 has "max" for no limit, which is a ValueError
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (_CGROUPS / "memory", _FORMER_NAMES) if controllers else (_CGROUPS, _NAMES)
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield (folder, *names)
+
+
+def _cached_bytes(file: Path, name: str) -> int:
+    with suppress(OSError, ValueError, StopIteration):
+        return int(next(line for line in file.read_text().splitlines() if line.startswith(f"{name} ")).split()[1])
+    return 0
+
+
+def _read_int(file: Path) -> int | None:
+    try:
+        return int(file.read_text().strip())  # version 2 has "max" for no limit, which is a ValueError
     except (OSError, ValueError):
         return None

@@ -358,6 +358,8 @@ class OffloadPlan:
     clip: ClipMode
     parked_share: float = 0.0
     """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
+    parked_bytes: int = 0
+    """Bytes of RAM of a rank for parked gradients, beside those that are held in any case."""
     durability: Durability
     commit_every_steps: int
     """Every n-th step is committed. With 0 only checkpoints are."""

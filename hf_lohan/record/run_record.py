@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -53,6 +54,8 @@ def record_folder(output_dir: Path, ranks: Ranks) -> Path:
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
+_MUCH_SWAPPED_BYTES = 256 << 20
+"""Bytes swapped out during a run that are worth a warning. The kernel may swap out a little of idle programs."""
 _CLEARLY_FITS = 0.7
 """A run that needs less than this part of the device's memory is told that it need not be offloaded. It is less than
 16/22, because 16 bytes of a weight are counted, and the stock Trainer needs up to 22 (with a copy for autocast, and
@@ -81,7 +84,9 @@ class RunRecord:
         self._cpu_load = 0.0
         """The machine's load average in the last minute before training, in CPUs."""
         self._written_plan: OffloadPlan | None = None
-        self._is_announced = False
+        self._is_announced = self._has_warned_of_swap = False
+        self._swapped_out_bytes = 0
+        """What the machine had written to its swap space when training began."""
 
     @property
     def _now(self) -> OffloadPlan | None:
@@ -100,6 +105,7 @@ class RunRecord:
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
         self._cpu_load = os.getloadavg()[0]
+        self._swapped_out_bytes = psutil.swap_memory().sout
         self._peak.start()
         if self._plan is not None and num_steps is not None:
             self._plan.begin_run(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
@@ -160,12 +166,23 @@ class RunRecord:
         self._step_s.append(time.perf_counter() - self._began_s)
         self._step_tokens.append(self._num_tokens)
         self.announce_run()
+        self._warn_of_swap()
         if self._now is not self._written_plan:
             try:
                 self._write_summary(is_finished=False)
             except (CapacityError, StorageError) as error:  # the end of training writes the summary again
                 logger.warning("cannot write the summary of the run so far: %s", error)
         self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
+
+    def _warn_of_swap(self) -> None:
+        swapped_bytes, limit = psutil.swap_memory().sout - self._swapped_out_bytes, self.engine.config.cpu_memory
+        if swapped_bytes > _MUCH_SWAPPED_BYTES and not self._has_warned_of_swap:
+            self._has_warned_of_swap = True
+            logger.warning(
+                "the machine has swapped out %s since training began, so steps take longer; set cpu_memory to at most "
+                "%s (it is %s)",
+                *map(format_bytes, (swapped_bytes, max(limit // 2, limit - swapped_bytes), limit)),
+            )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record values that were logged for a finished step, by Trainer's names."""

@@ -508,6 +508,10 @@ class HeldGradients:
         """The chunks whose gradients are held."""
         return {gradient.chunk for gradient in self._held.values()}
 
+    def slices_of(self, chunk: Chunk) -> set[ParamSlice]:
+        """Return the parameters of a chunk whose gradients are held."""
+        return self._held[self._key(chunk)].slices
+
     def pop_gradient(self, chunk: Chunk) -> ChunkGradient:
         """Remove and return a gradient that is in its buffer. Raises RuntimeError if it is spilled."""
         key = self._key(chunk)

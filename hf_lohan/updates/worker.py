@@ -66,6 +66,8 @@ class UpdateWorker:
         self._queue = UpdateQueue(setup, self._held, handover, on_failure)
         self._guess = Guess(setup.group_of)
         self._chunks = setup.chunks
+        self._waiting: set[Chunk] = set()
+        """Chunks of the step that are parked although gradients need not be held."""
         self.park(setup.parked_share)
         self.can_undo: bool | None = None
         """Whether the updates of the step's backward can be undone; None before the first update."""
@@ -91,9 +93,10 @@ class UpdateWorker:
         """Hold or apply an arrived chunk. `is_final`: no later backward of this step adds to it. `may_guess`: apply it
         on a guess if the step guesses or may guess."""
         self.abandoned = (set(), False)
-        if arrived.chunk in self._queue.chunks:  # the chunk has already been updated
+        if arrived.chunk in self._queue.chunks | self._waiting:  # the chunk has already been updated, or will be
             if not self._are_held:
-                self._queue.refuse_second(arrived)
+                waiting = self._held.slices_of(arrived.chunk) if arrived.chunk in self._waiting else set()
+                self._queue.refuse_second(arrived, waiting)
             self.undo_guesses()
         is_shared = self._exchange is not None and self._exchange.is_shared(arrived.chunk)
         gradient = self._held.add_arrived(arrived, may_stay_coded=is_final and is_shared)
@@ -118,10 +121,11 @@ class UpdateWorker:
             self._held.measure(gradient)
             is_parked = gradient.chunk in self._parked
             if not self._are_held:
-                if is_parked and self._held.hold_in_shared_ram(gradient):
-                    return
                 if not self._begin_updates():
                     gradient.refuse_not_finite()
+                if is_parked and self._held.hold_in_shared_ram(gradient):
+                    self._waiting.add(gradient.chunk)
+                    return
                 self._handover.announce([gradient.chunk])
                 self._queue.update(gradient, self._group_of, borrowed=borrowed)
             elif not is_parked and self._guess.decide(may_guess and self._begin_updates()):
@@ -213,9 +217,8 @@ class UpdateWorker:
     def apply_held(self, clip_coefficient: float, group_of: GroupOf, of_others: Collection[ParamSlice] = ()) -> None:
         """Apply the held gradients, scaled, in forward order, because the next forward needs the first blocks first.
         Then end the step, including the parameters `of_others`, which other ranks update."""
+        self._waiting.clear()
         for gradient in self._held.pop_all():
-            if not self._are_held and self.can_undo is False:
-                gradient.refuse_not_finite()
             self._queue.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
         self._end_step({*of_others, *self._missing})
 
@@ -225,6 +228,7 @@ class UpdateWorker:
         if updated and self.can_undo:
             self._undo()
         self._held.forget_gradients(self._held.chunks)
+        self._waiting.clear()
         self._missed.abandon_step()
         if self._queue.chunks:  # these updates stay, so the rest of their blocks must catch up
             rest = {chunk for block in updated for chunk in self._missed.chunks(block)} - self._queue.chunks
@@ -407,10 +411,11 @@ class UpdateQueue:
             self._finish_all()
             self._wait_for_all_writes()
 
-    def refuse_second(self, arrived: ArrivedChunk) -> None:
-        """Raise RuntimeError if a gradient arrived for a parameter that has already been updated in this step."""
+    def refuse_second(self, arrived: ArrivedChunk, waiting: Collection[ParamSlice]) -> None:
+        """Raise RuntimeError if a gradient arrived for a parameter that has already been updated in this step, or whose
+        update is ``waiting``."""
         for piece in arrived.pieces:
-            if piece in self._pieces:
+            if piece in self._pieces or piece.param_slice in waiting:
                 raise RuntimeError(
                     f"a second gradient of {piece.param_slice.name} arrived after the first had been applied, because "
                     "backward runs more than once per step; set max_grad_norm > 0 or announce the accumulation"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -269,6 +270,15 @@ class NodeShards:
         assert self._kept is not None
         ranks = kept_ranks(self._ranks, self._kept.way)
         return [rank for rank in ranks if rank != self._ranks.rank and has_part(block, rank)]
+
+    def takes_memory(self, *, is_kept: bool, keeps: bool) -> bool:
+        """Return whether shards on their way are in memory of their own, which is counted for one load at a time."""
+        return is_kept or self._coded is not None or self._sends_changes(_RAW, keeps=keeps)
+
+    def waiting(self, links: Links) -> AbstractContextManager[None]:
+        """A context of a thread that waits until shards have arrived."""
+        assert self._lane is not None
+        return links.watch.waiting(self._lane.name, stops_compute=False)
 
     def is_kept(self, block: Block, version: int) -> bool:
         """Return whether this node keeps the version when the next load begins. The answer is the same on all nodes. If

@@ -341,7 +341,7 @@ class SharedWeights(Rounds):
 
     def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
         """Begin the loads that some ranks want, as all ranks do. Those of later periods wait. Returns the loads, and
-        whether an earlier one, whose shard of this rank is not there yet, has the same block."""
+        whether an earlier one, whose shards of this rank and its counterparts are not there yet, has the same block."""
         begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
@@ -420,7 +420,7 @@ class SharedWeights(Rounds):
         """Have updates deliver this rank's shard, and order the reads of the rest."""
         load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
-            return  # `_own_shard` says so
+            return  # `_wait_for_own_shard` notes it
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             load.delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
         for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
@@ -445,12 +445,9 @@ class SharedWeights(Rounds):
         """Put this rank's shard into the memory of the node, and send it to other nodes. One thread does this for one
         load after the other, while the drive reads for later ones, and shards of earlier ones are on their way."""
         try:
+            if not has_begun or self._parts.takes_memory(is_kept=load.is_kept, keeps=load.keeps):
+                self._wait_for_earlier(load)
             if not has_begun:
-                with self.lock:  # `_end_fill` has the earlier load of this block
-                    while self._num_filled < load.number:
-                        self._lane.raise_if_closed()
-                        self._links.raise_if_failed(f"waited for {load.block.name}")
-                        self.changed.wait(_FAILURES_S)
                 self._begin_own_shard(load)
             self._wait_for_own_shard(load)
             form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
@@ -471,6 +468,14 @@ class SharedWeights(Rounds):
             self._links.fail(error)  # the thread of the rounds then raises it
             return
         self._arrivals.submit(partial(self._end_fill, load, end_exchange))
+
+    def _wait_for_earlier(self, load: _SharedLoad) -> None:
+        """Wait until all shards of earlier loads are in the memory of this node."""
+        with self._parts.waiting(self._links), self.lock:
+            while self._num_filled < load.number:
+                self._lane.raise_if_closed()
+                self._links.raise_if_failed(f"waited for {load.block.name}")
+                self.changed.wait(_FAILURES_S)
 
     def _end_fill(self, load: _SharedLoad, end_exchange: Callable[[], tuple[list[int], list[int]]] | None) -> None:
         """Put the shards of this rank's counterparts into the memory of the node. One thread does this for one load

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
+import itertools
 import re
 import shlex
 import textwrap
@@ -26,8 +26,10 @@ from typer.testing import CliRunner
 import hf_lohan.config.offload_config as settings_module
 import hf_lohan.config.tables as tables_module
 from hf_lohan.cli import app, plan_report
+from hf_lohan.cli.plan_request import OtherMachine, PlanRequest, plan_run
 from hf_lohan.config import OffloadConfig
 from hf_lohan.config.offload_config import TABLES
+from hf_lohan.hardware import read_hardware
 from hf_lohan.planning import LongestRow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,21 +39,30 @@ TABLE = re.compile(r"(<!-- begin: renew_docs.py -->\n).*?(<!-- end -->\n)", flag
 _BEGINS = "# begins:"
 _WIDTH = 110
 
-FITS_COMMAND = (
-    "lohan plan --model configs/models/{model} --batch-size 8 --seq-len 1024 --gradient-accumulation-steps 8 "
-    "--hardware configs/hardware/rtx4090_desktop.yaml"
+DESKTOP = ROOT / "configs" / "hardware" / "rtx4090_desktop.yaml"
+FITS: tuple[tuple[str, str, tuple[int, int, int], dict[str, Any]], ...] = (
+    ("Llama-3.1-8B", "llama-3.1-8b", (8, 1024, 8), {}),
+    ("Qwen2.5-7B", "qwen2.5-7b", (16, 1024, 32), {}),
+    ("Llama-2-13B", "llama-2-13b", (8, 1024, 8), {}),
+    ("Qwen3-14B", "qwen3-14b", (8, 1024, 8), {}),
+    ("Qwen3-30B-A3B", "qwen3-30b-a3b", (8, 1024, 8), {}),
+    ("Qwen3-32B", "qwen3-32b", (8, 1024, 8), {}),
+    ("Qwen3-32B", "qwen3-32b", (8, 1024, 8), {"lora_rank": 16}),
+    ("Llama-3.1-70B", "llama-3.1-70b", (8, 1024, 8), {"lora_rank": 16}),
+    ("Llama-3.1-70B", "llama-3.1-70b", (8, 1024, 8), {"lora_rank": 16, "quantize": "nf4"}),
 )
-FITS = (
-    ("Llama-3.1-8B", "llama-3.1-8b", ""),
-    ("Llama-2-13B", "llama-2-13b", ""),
-    ("Qwen3-14B", "qwen3-14b", ""),
-    ("Qwen3-30B-A3B", "qwen3-30b-a3b", ""),
-    ("Qwen3-32B", "qwen3-32b", ""),
-    ("Qwen3-32B", "qwen3-32b", "--lora-rank 16"),
-    ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16"),
-    ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16 --quantize nf4"),
+"""The README's rows: (name, folder in `configs/models`, (batch size, tokens of a row, accumulation), more of
+`PlanRequest`)."""
+STATES: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (),
+    (("optimizer_state_dtype", "int8"),),
+    (("stochastic_rounding", True),),
 )
-"""(name, folder in `configs/models`, more options) of the README's rows."""
+"""The settings of the README's columns, each with 64 GB and 128 GB of RAM."""
+COLUMNS = (
+    *("model", "training", "tokens a step", "SSD"),
+    *("64 GB: exact", "int8", "stochastic", "128 GB: exact", "int8", "stochastic"),
+)
 
 SETTINGS_HEAD = """# Settings, one by one
 
@@ -121,16 +132,31 @@ def with_answers(text: str) -> str:
 
 def fits_table() -> str:
     """Return a table with one row for each entry of `FITS`."""
-    lines = ["| model | training | RAM | SSD | a step | tokens a second |", "|---|---|---|---|---|---|"]
-    for name, folder, options in FITS:
-        result = invoke(f"{FITS_COMMAND.format(model=folder)} {options} --json")
-        plan = json.loads(result.stdout)
-        gib = {tier: sum(sizes.values()) / 2**30 for tier, sizes in plan["tier_bytes"].items()}
-        training = "LoRA, rank 16" if options else "all weights"
-        training += " over NF4" if "nf4" in options else ""
-        sizes = f"{gib['cpu']:.0f} GiB | {gib['ssd']:.0f} GiB"
-        lines.append(f"| {name} | {training} | {sizes} | {plan['step_s']:.0f} s | {plan['tokens_per_s']:.0f} |")
-    return "\n".join(lines) + "\n"
+    lines = [f"| {' | '.join(COLUMNS)} |\n", f"|{'---|' * len(COLUMNS)}\n"]
+    machine = read_hardware(str(DESKTOP))
+    for name, folder, (batch_size, length, count), more in FITS:
+        model = str(ROOT / "configs" / "models" / folder)
+        request = PlanRequest(
+            model=model,
+            batch_size=batch_size,
+            sequence_length=length,
+            num_micro_batches=count,
+            hardware=str(DESKTOP),
+            **more,
+        )
+        rates = []
+        for ram_factor, settings in itertools.product((1, 2), STATES):
+            if settings and more:  # adapters have small states
+                rates.append("")
+                continue
+            step = plan_run(request, OtherMachine(machine, settings, ram_factor)).plan.prediction
+            rates.append(f"{step.tokens_per_s:,.0f}" if step.fits else "does not fit")
+            if len(rates) == 1:
+                ssd_gib = sum(step.tier_bytes["ssd"].values()) / 2**30
+        training = "all weights" if not more else "LoRA" if "quantize" not in more else "LoRA over NF4"
+        tokens = batch_size * length * count
+        lines.append(f"| {name} | {training} | {tokens:,} | {ssd_gib:.0f} GiB | {' | '.join(rates)} |\n")
+    return "".join(lines)
 
 
 def with_table(text: str) -> str:

@@ -239,6 +239,9 @@ def test_ssd_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resolve_replaces_every_auto() -> None:
     config = OffloadConfig().resolve(**MACHINE)
     assert config.gpu_memory == 24 * GIB * 8 // 10 and config.cpu_memory == 64 * GIB * 6 // 10
+    for ram_gib, percent in ((8, 60), (24, 75), (64, 85)):
+        free = {**MACHINE, "host_memory_bytes": ram_gib * GIB, "memory_is_host": False}
+        assert OffloadConfig().resolve(**free).cpu_memory == ram_gib * GIB * percent // 100
     assert (config.io_threads, config.cpu_threads, config.prefetch_blocks) == (8, 12, 2)
     assert config.io_piece_bytes == 8 * 2**20
     assert config.ssd == (SsdPath("/mnt/nvme/store", "auto"),)

@@ -46,17 +46,33 @@ def test_a_size_below_one_byte_is_refused(num_bytes: int) -> None:
         mapped_empty(num_bytes)
 
 
-def test_a_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(host_memory, "_CGROUP_FILES", ((str(limit), str(used)),))
-    of_the_machine = available_host_memory_bytes()  # the files do not exist yet
-    assert of_the_machine > 1 << 20
-    used.write_text("700\n")
-    limit.write_text("max\n")
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limits_of_all_control_groups_count(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of a cluster is in a group below the root. Cached files are freed when memory is needed."""
+    former = version == 1
+    own = tmp_path / ("memory/job/step" if former else "job/step")
+    own.mkdir(parents=True)
+    (tmp_path / "own").write_text("5:cpu:/other\n4:memory:/job/step\n0::/\n" if former else "0::/job/step\n")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if former else ("memory.max", "memory.current")
+
+    def limit(folder: Path, num_bytes: object, used_bytes: int) -> None:
+        for name, value in zip(names, (num_bytes, used_bytes), strict=True):
+            (folder / name).write_text(f"{value}\n")
+
+    assert available_host_memory_bytes() > 1 << 20  # the files do not exist yet
+    limit(own, 1 << 62 if former else "max", 700)
     assert available_host_memory_bytes() > 1 << 20
-    limit.write_text("1000\n")
+    limit(own, 1000, 700)
     assert available_host_memory_bytes() == 300
-    used.write_text("1200\n")
+    limit(own.parent, 1000, 900)
+    assert available_host_memory_bytes() == 100
+    (own.parent / "memory.stat").write_text(
+        "anon 5\n" + ("total_inactive_file 50\n" if former else "inactive_file 50\n")
+    )
+    assert available_host_memory_bytes() == 150
+    limit(own, 1000, 1200)
     assert available_host_memory_bytes() == 0
 
 

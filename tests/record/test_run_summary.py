@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +166,18 @@ def test_the_plan_has_chunks_that_were_decided_later(tmp_path: Path) -> None:
     trainer.train()
     trainer.offload_engine.close()
     assert json.loads((tmp_path / "lohan" / "plan.json").read_text())["chunk_tokens"] == 16
+
+
+def test_a_machine_that_begins_to_swap_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    swapped = itertools.count(1 << 30, 200 << 20)  # bytes, before training and after each step
+    monkeypatch.setattr(run_record.psutil, "swap_memory", lambda: SimpleNamespace(sout=next(swapped)))
+    trainer = small_trainer(tmp_path, SETTINGS, max_steps=4)
+    trainer.train()
+    trainer.offload_engine.close()
+    warned = [record.getMessage() for record in caplog.records if "swapped out" in record.getMessage()]
+    assert warned == [
+        "the machine has swapped out 400 MiB since training began, so steps take longer; set cpu_memory to at most "
+        "1.5 MiB (it is 3 MiB)"
+    ]

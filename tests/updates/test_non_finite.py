@@ -163,16 +163,17 @@ def test_skipped_steps_change_nothing_in_a_store_without_versions(make_twins: Tw
     twins.assert_equal()
 
 
+@pytest.mark.parametrize("parked", [0.0, 1.0])
 def test_updates_that_cannot_be_undone_refuse_gradients_that_are_not_finite(
-    make_twins: TwinsFactory, tmp_path: Path
+    parked: float, make_twins: TwinsFactory, tmp_path: Path
 ) -> None:
-    """Updates run in backward and in place, so the run ends before it writes a value that is not finite."""
-    twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
+    """Updates run in place, so the run ends before it writes a value that is not finite, and before the step ends."""
+    settings = {"activations": "swap", "cpu_memory": "8MiB", "recompute": True, "sums_gradients": False}
+    twins = make_twins("llama", hold_gradients=False, durability="checkpoint", _parked=parked, **settings)
     twins.train(1)
     twins.engine.wait_for_updates()
     with pytest.raises(NonFiniteGradientError, match=rf"{EARLY} is not finite.*durability='step'"):
         take_bad_step(twins, NAN, EARLY)
-        twins.engine.wait_for_updates()
     twins.engine.close()
     written = np.fromfile(tmp_path / "store" / "records-0.bin", np.float32)
     assert np.isfinite(written).all()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
+from pipeline_bench import Bench
 
 from hf_lohan.testing.storage_doubles import SlowBackend
+from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 from hf_lohan.updates.worker import UpdateQueue
 
 TwinsFactory = Callable[..., Any]
@@ -67,3 +69,17 @@ def test_reads_between_steps_wait_for_parked_updates(updates: Counter[bool], mak
         twins.losses(step)  # a forward alone
         twins.assert_equal()
     assert updates[True] > 0
+
+
+def test_a_second_gradient_is_refused_while_the_first_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold_in_buffer(held: HeldGradients, gradient: ChunkGradient) -> bool:
+        held.hold(gradient)
+        return True
+
+    monkeypatch.setattr(HeldGradients, "hold_in_shared_ram", hold_in_buffer)
+    bench = Bench("optimized", hold_gradients=False)
+    bench.pipeline.park(1.0)
+    bench.submit_all()
+    bench.pipeline.submit(bench.arrived(1, 1.0), is_final=True)
+    with pytest.raises(RuntimeError, match="second gradient of p1 arrived"):
+        bench.finish_step()

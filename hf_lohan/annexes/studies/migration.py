@@ -127,7 +127,7 @@ class _Migrations:
         cpu_bytes = max(0, room.cpu_bytes - sum(record.num_bytes for record in plan.resident))
         if setup.activation_cpu_bytes is not None:
             cpu_bytes = min(cpu_bytes, setup.activation_cpu_bytes)
-        self._ram_left, self._ssd_left = float(cpu_bytes), float(max(0, room.ssd_bytes))
+        self._ram_left, self._ssd_left = float(max(0, cpu_bytes - plan.parked_bytes)), float(max(0, room.ssd_bytes))
 
     def choose(self, score: Score, *, drops_last: bool) -> ActivationPlacements:
         tensors = self._tensors

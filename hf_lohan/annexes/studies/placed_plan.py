@@ -99,6 +99,7 @@ def with_placements(
     cpu_bytes = max(0, room.cpu_bytes - resident_bytes)
     if setup.activation_cpu_bytes is not None:
         cpu_bytes = min(cpu_bytes, setup.activation_cpu_bytes)
+    cpu_bytes = max(0, cpu_bytes - plan.parked_bytes)
     kept_bytes, ram_bytes, spilled_bytes = (float(part.sum()) for part in (placed.kept, placed.ram, placed.spilled))
     fits = (
         peak_bytes <= room_to_hold_bytes(hardware, own)
@@ -154,7 +155,10 @@ def _tier_bytes(
     if on_top := allocator_bytes(hardware, setup, kept_bytes + working_bytes):
         gpu["allocator_and_workspaces"] = on_top
     in_ram = setup.spilled_gradient_bytes - int(spilled_gradient_bytes)
-    ram = {"activations": num_local * ram_bytes, "gradients": num_local * max(0, in_ram - ram_bytes)}
+    ram = {
+        "activations": num_local * ram_bytes,
+        "gradients": num_local * (max(0, in_ram - ram_bytes) + plan.parked_bytes),
+    }
     return {
         "gpu": gpu,
         "cpu": {**before["cpu"], **ram},

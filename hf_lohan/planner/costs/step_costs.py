@@ -38,8 +38,8 @@ the other cores wait. Measured on two cores, which were busy for 6.1 of 7.0 core
 WORTH_PARKING = 0.99
 """Updates are parked if a step then takes less than this share of its time."""
 MORE_PARKED = 1.2
-"""Times as many updates are parked as fit under the forward, where that costs nothing, because the drives are never as
-even as their rates."""
+"""How many times as many updates are parked as fit under the forward, if the rest then fits under the backward. Rates
+of drives vary, so a few more keep them busy."""
 
 
 @dataclass(frozen=True, slots=True)

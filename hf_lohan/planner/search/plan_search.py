@@ -169,14 +169,16 @@ class _Search:
         setup, share = self._setup, self._setup.parked_share
         if clip == "defer" or not self._gradient_bytes:
             return choice
-        if share is not None:
-            return replace(choice, parked_share=np.full(1, share))
         most = np.ones(1)
         if clip == "none":
             in_ram = choice.swapped_bytes - choice.spilled_bytes
             # With several ranks only gradients that are held have buffers for this.
             most = np.clip((self._ram_beside_records - in_ram) / self._gradient_bytes, 0.0, setup.cluster == ONE_RANK)
-        return replace(choice, parked_share=self._costs.parked_share(choice, clip, most))
+        best = self._costs.parked_share(choice, clip, most) if share is None else np.minimum(share, most)
+        return replace(choice, parked_share=best)
+
+    def _parked_bytes(self, choice: Choice, clip: ClipMode) -> int:
+        return math.ceil(choice.parked_share.item() * self._gradient_bytes) if clip == "none" else 0
 
     def _working(self, candidates: Candidates) -> Values:
         """Return the bytes [num_candidates] that candidates need on the device beside slots and kept activations."""
@@ -292,6 +294,7 @@ class _Search:
             activations=self._place(candidates, swapped_bytes - spilled_bytes),
             clip=best.clip,
             parked_share=choice.parked_share.item(),
+            parked_bytes=self._parked_bytes(choice, best.clip),
             durability=setup.durability,
             commit_every_steps=setup.commit_every_steps or 0,
             num_micro_batches=setup.num_micro_batches,
@@ -318,13 +321,12 @@ class _Search:
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
         held_bytes = max(0, gradients_in_ram - in_ram)  # gradients for which activations leave no room
-        parked_bytes = math.ceil(choice.parked_share.item() * self._gradient_bytes) if clip == "none" else 0
         num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
         own_bytes = {
             "buffers": setup.cpu_fixed_bytes,
             "records": self._resident_bytes,
             "activations": in_ram,
-            "gradients": held_bytes + parked_bytes,
+            "gradients": held_bytes + self._parked_bytes(choice, clip),
             **({"weights": copy_bytes} if copy_bytes else {}),
             **({"shared_keys": setup.shared_key_bytes} if setup.shared_key_bytes else {}),
         }

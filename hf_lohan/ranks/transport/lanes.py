@@ -1,4 +1,5 @@
-"""A lane is a process group of gloo that one thread of each rank uses, so its collectives have one order on all ranks.
+"""A lane is a process group of gloo in which one thread of each rank begins collectives, so these have one order on all
+ranks. Another thread may wait for their ends.
 
 All operations are collectives. `Work.wait(timeout)` of a collective only raises, and the work goes on, so a wait is cut
 into slices between which `Watch` is asked. This is not so for gloo's `send` and `recv`, where a wait that runs out
@@ -44,7 +45,8 @@ class BegunWork(NamedTuple):
 
 
 class RankLane:
-    """One thread at a time uses a lane. Different threads may use it one after the other."""
+    """One thread at a time begins operations. Different threads may do so one after the other. One other thread may
+    wait for their ends (`finish`)."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class RankLane:
         self._has_left = self._is_closed = False
         self._num_inside, self._inside_changes = 0, threading.Lock()
         """Number of threads that are in a call of the group."""
-        self._works: list[Any] = []
-        """Collectives that may not have ended."""
+        self._works: list[tuple[int, Any]] = []
+        """Collectives that may not have ended, with their numbers."""
         self._interfere = interfere
 
     def run(self, what: str, begin: Callable[[Any], Any]) -> None:
@@ -105,7 +107,7 @@ class RankLane:
                 work = begin(self._group)
             except RuntimeError as error:  # the group was broken before
                 self._watch.raise_cause(what, error, self.members)
-            self._works = [*(one for one in self._works if not one.is_completed()), work]
+            self._works = [*(one for one in self._works if not one[1].is_completed()), (self._number, work)]
             return BegunWork(what, work)
 
     def finish(self, begun: BegunWork) -> None:
@@ -167,6 +169,7 @@ class RankLane:
         """Begin an `agree`. Returns what waits for its end and returns the payloads."""
         if len(self.members) == 1:
             return lambda: [payload]
+        # With a short name, a short payload goes with the head, so `finish` begins no second collective.
         waited_s, name = self._last_wait_s, tag.encode()[: _INLINE_BYTES // 2]
         own = _HEAD.pack(len(payload), len(name), waited_s) + (name + payload)[:_INLINE_BYTES]
         begun = self._begin_exchange(tag, own, _HEAD.size + _INLINE_BYTES)
@@ -266,8 +269,8 @@ class RankLane:
         this."""
         self._is_closed = True
         # A collective that has not ended here will not end. Other ranks that have begun it wait for this one.
-        unfinished = sum(not work.is_completed() for work in self._works)
-        self._watch.note_position(self.name, self._number - unfinished, "")
+        unfinished = (number for number, work in self._works if not work.is_completed())
+        self._watch.note_position(self.name, next(unfinished, self._number + 1) - 1, "")
         self._watch.note_closed(self.name)
 
     def stop(self) -> None:
@@ -282,7 +285,7 @@ class RankLane:
         until_s = time.monotonic() + 4 * _SLICE.total_seconds()
         while self._num_inside and time.monotonic() < until_s:
             time.sleep(0.001)
-        if self._group is not None and (has_failed or not all(work.is_completed() for work in self._works)):
+        if self._group is not None and (has_failed or not all(work.is_completed() for _, work in self._works)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 

@@ -331,10 +331,15 @@ class Watch:
     def _table(self) -> Table:
         waits = [wait for of_thread in list(self._waits.values()) for wait in of_thread[-1:]]
         users = list(self._users.items())
+        beside = {user: of_thread[-1][0] for user, of_thread in list(self._waits_beside.items()) if of_thread}
         return {
             "at": dict(self._positions),
             "waits": [(lane, list(needs())) for lane, needs in waits],
-            "beside": {lane: [waited for waited, _ in self._waits_beside.get(user, [])[-1:]] for lane, user in users},
+            # The thread that began a lane's last operation may wait elsewhere, and another thread for the lane.
+            "beside": {
+                lane: [*([beside[user]] if user in beside else ()), *({lane} & set(beside.values()))]
+                for lane, user in users
+            },
             "idle": list(self._idle),
             "closed": list(self._closed),
             "beats": self._num_beats,
