@@ -123,7 +123,7 @@ def measure_hardware(
                 read_bytes_per_s=_rounded(rates.read_bytes_per_s),
                 write_bytes_per_s=_rounded(rates.write_bytes_per_s),
                 capacity_bytes=path.capacity_bytes or 0,
-                endurance_bytes=drive_endurance_bytes(path.path),
+                endurance_bytes=drive_endurance_bytes(path.path, [other.path for other in paths if other != path]),
             )
             for path, rates in zip(paths, alone, strict=True)
         ),

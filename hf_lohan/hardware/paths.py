@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,15 +115,17 @@ def drive_wear_percent(drive: str | None) -> int:
     raise WearUnknownError(reason)
 
 
-def drive_endurance_bytes(path: str) -> int | None:
+def drive_endurance_bytes(path: str, others: Sequence[str] = ()) -> int | None:
     """Return the bytes that the NVMe drive of a path may write in its life, from what it has written and its wear. None
-    if this cannot be read, or for a drive that is too new: its wear is in whole percent."""
+    if this cannot be read, or for a drive that is too new: its wear is in whole percent. If ``others`` has paths on the
+    same drive, each gets an equal part."""
     drive = drive_of(existing_directory(path))
+    num_paths = 1 + sum(drive_of(existing_directory(other)) == drive for other in others)
     for _, report in _smart_reports(drive) if drive is not None else ():
         wear, log = wear_in(report), report.get("nvme_smart_health_information_log", report)
         units = log.get("data_units_written") if isinstance(log, Mapping) else None
         if wear is not None and wear >= _LEAST_WEAR_PERCENT and isinstance(units, int):
-            return units * _DATA_UNIT_BYTES * 100 // wear
+            return units * _DATA_UNIT_BYTES * 100 // (wear * num_paths)
     return None
 
 

@@ -59,6 +59,8 @@ def test_the_endurance_follows_from_bytes_and_wear(
     log = f'{{"percentage_used": {percent}, "data_units_written": 1000}}'
     install(programs, "smartctl", f"""echo '{{"nvme_smart_health_information_log": {log}}}'""")
     assert drive_endurance_bytes(str(programs / "store")) == endurance_bytes
+    others = [str(programs / "another")]
+    assert drive_endurance_bytes(str(programs / "store"), others) == (endurance_bytes and endurance_bytes // 2)
 
 
 def test_reasons(programs: Path) -> None:
