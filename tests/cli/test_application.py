@@ -77,7 +77,7 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
     settings = yaml.safe_load(Path("lohan.yaml").read_text())
     assert settings == {
         "gpu_memory": "19.1GiB",
-        "cpu_memory": "38.3GiB",
+        "cpu_memory": "48.9GiB",
         "ssd": [{"path": "/mnt/a", "capacity": "1.5TB"}, {"path": "/mnt/b"}],
     }
     OffloadConfig.load("lohan.yaml")
