@@ -184,12 +184,14 @@ def write_figures(options: Options, name: str, result: Mapping[str, Any]) -> Non
 def facts_of(device: str) -> dict[str, Any]:
     """Return the command, the commit and the hardware."""
     arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    measured = ("hf_lohan", "scripts")  # other figures may have been written before
+    commit, changed = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for words in (("describe", "--always"), ("status", "--porcelain", "--", *measured))
     )
     return {
         "command": shlex.join(["python", f"scripts/benchmarks/{Path(sys.argv[0]).name}", *arguments]),
-        "commit": described.stdout.strip() or None,
+        "commit": f"{commit}-dirty" if changed else commit or None,
         "hardware": device_for(torch.device(device)).describe()
         | {"name": device_name(device_for(torch.device(device))), "num_cpus": usable_cpus()}
         | {"torch": torch.__version__},
