@@ -102,7 +102,7 @@ def paced(regime: str) -> Callable[[Figures], tuple[str, str]]:
 
 
 def paced_side(figures: Figures, regime: str, *, clips: bool, parked: str) -> Figures:
-    sides = (one for one in figures["results"] if one["regime"] == regime and one["parked"] == parked)
+    sides = (one for one in figures["results"] if one["regime"] == regime and one.get("parked", "auto") == parked)
     return next((one for one in sides if bool(one["max_grad_norm"]) == clips), {})
 
 
