@@ -43,6 +43,7 @@ _CARDS_GIB = {
     "rtxpro6000": 96,
 }
 """Memory of each card. If cards of one name differ, it is that of the smallest."""
+_ON_CPU = ("none", "cpu")
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")
 _SIZE = re.compile(r"\d+(?:\.\d+)?\s*g(?:i?b)?\b", re.IGNORECASE)
 
@@ -77,7 +78,7 @@ def _of_model(answer: str) -> dict[str, Any]:
 def _of_card(answer: str) -> dict[str, Any]:
     size, name = _SIZE.search(answer), _MAKERS.sub("", answer.lower())
     gib = _CARDS_GIB.get(name, _CARDS_GIB.get(f"rtx{name}"))
-    if answer.strip().lower() in (AUTO, "none", "cpu"):
+    if answer.strip().lower() in (AUTO, *_ON_CPU):
         return {}
     if size is None and gib is None:
         raise ConfigError(f"the card {answer!r} is not known; give its memory, such as 24GB, or auto or none")
@@ -85,13 +86,13 @@ def _of_card(answer: str) -> dict[str, Any]:
     return {"gpu_memory": _shown(num_bytes * DEVICE_TENTHS // 10)}
 
 
-def _of_ram(answer: str) -> dict[str, Any]:
+def _of_ram(answer: str, *, on_cpu: bool = False) -> dict[str, Any]:
     if answer.strip().lower() == AUTO:
         return {}
     if _SIZE.fullmatch(answer.strip()) is None:
         raise ConfigError(f"the RAM {answer!r} is not a size; give one such as 64GB, or auto")
     free_bytes = _bytes_of(answer.strip()) * 9 // 10  # the system and other programs have the rest
-    return {"cpu_memory": _shown(ram_of_auto(free_bytes, memory_is_host=False))}
+    return {"cpu_memory": _shown(ram_of_auto(free_bytes, memory_is_host=on_cpu))}
 
 
 def _of_drives(answer: str) -> dict[str, Any]:
@@ -139,6 +140,8 @@ def use_answers(answers: Mapping[str, str], file: str) -> Answers:
     settings: dict[str, Any] = {}
     for question in QUESTIONS:
         settings |= question.settings(answers[question.name])
+    if answers["card"].strip().lower() in _ON_CPU:
+        settings |= _of_ram(answers["ram"], on_cpu=True)
     OffloadConfig.load(settings)
     model, name = shlex.quote(answers["model"]), Path(answers["model"]).resolve().name.removesuffix(".json")
     text = yaml.safe_dump(settings, sort_keys=False) if settings else "# everything is automatic\n"

@@ -111,8 +111,8 @@ class OffloadConfig:
     cpu_memory: int | Literal["auto"] = setting(
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
-    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, and
-    leaves at least 6 GiB for everything else, such as workers of the data loader. It is never less than 60%, and 60% if
+    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
+    less so that 6 GiB stay free for everything else, such as workers of the data loader, but at least 60%. It is 60% if
     the device computes in host memory."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(

@@ -90,6 +90,8 @@ class Device(DeviceMemory):
 
     memory_is_host: bool = False
     """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
+    is_integrated: bool = False
+    """Whether the device has no memory beside the host's."""
     shares_cores: bool = False
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True

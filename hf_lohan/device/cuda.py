@@ -148,6 +148,7 @@ class CudaDevice(Device):
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.grows_segments = grow_segments(index)
+        self.is_integrated = bool(torch.cuda.get_device_properties(index).is_integrated)
         # Other allocators know only memory that they gave, and fail for a part of it (`record_stream`).
         self.plans_addresses = torch.cuda.get_allocator_backend() == "native"
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}

@@ -7,7 +7,7 @@ are mappings that `CudaDevice` pins, either anonymous or of a file in RAM that s
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,26 +58,33 @@ def available_host_memory_bytes() -> int:
     """Return how much RAM this process may still allocate on the machine, and within the limits of its control groups
     (of a container or of a cluster's job)."""
     available = int(psutil.virtual_memory().available)
-    for folder, limit_name, used_name, cached_name in _cgroup_folders():
-        limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
-        if limit is not None and used is not None:
-            available = min(available, max(0, limit - used + _cached_bytes(folder / "memory.stat", cached_name)))
+    for folder, limits, used_name, cached_names in _cgroup_folders():
+        used = _read_int(folder / used_name)
+        for limit in (_read_int(folder / name) for name in limits):
+            if limit is not None and used is not None:
+                cached = _cached_bytes(folder / "memory.stat", cached_names)
+                available = min(available, max(0, limit - used + cached))
     return available
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_NAMES = "memory.max", "memory.current", "inactive_file"
-_FORMER_NAMES = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Names of a limit, of the use, and in `memory.stat` of cached files that the kernel frees first: of versions 2 and 1
-of control groups."""
+_Names = tuple[tuple[str, ...], str, tuple[str, ...]]
+_NAMES: _Names = ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+_FORMER_NAMES: _Names = (
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+"""Names of limits, of the use, and in `memory.stat` of cached files, which the kernel frees: of versions 2 and 1 of
+control groups."""
 
 
-def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
+def _cgroup_folders() -> Iterator[tuple[Path, tuple[str, ...], str, tuple[str, ...]]]:
     """Yield the folder of each control group of memory that this process is in, with the names of its files. A
     container may show its own group as the root."""
     try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
+        lines = _OWN_CGROUPS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
@@ -91,9 +98,10 @@ def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
                 yield (folder, *names)
 
 
-def _cached_bytes(file: Path, name: str) -> int:
-    with suppress(OSError, ValueError, StopIteration):
-        return int(next(line for line in file.read_text().splitlines() if line.startswith(f"{name} ")).split()[1])
+def _cached_bytes(file: Path, names: Sequence[str]) -> int:
+    with suppress(OSError, ValueError):
+        numbers = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+        return sum(int(numbers.get(name, 0)) for name in names)
     return 0
 
 

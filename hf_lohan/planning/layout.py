@@ -401,7 +401,7 @@ def resolved_here(
         device_memory_bytes=share.device_memory_bytes,
         num_cpus=share.num_cpus,
         default_ssd_path=str(default_ssd_path),
-        memory_is_host=device.memory_is_host,
+        memory_is_host=device.memory_is_host or device.is_integrated,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -55,7 +56,7 @@ def record_folder(output_dir: Path, ranks: Ranks) -> Path:
 
 
 _MUCH_SWAPPED_BYTES = 256 << 20
-"""Bytes swapped out during a run that are worth a warning. The kernel may swap out a little of idle programs."""
+"""Bytes swapped out during a step that are worth a warning. The kernel may swap out a little of idle programs."""
 _CLEARLY_FITS = 0.7
 """A run that needs less than this part of the device's memory is told that it need not be offloaded. It is less than
 16/22, because 16 bytes of a weight are counted, and the stock Trainer needs up to 22 (with a copy for autocast, and
@@ -86,7 +87,7 @@ class RunRecord:
         self._written_plan: OffloadPlan | None = None
         self._is_announced = self._has_warned_of_swap = False
         self._swapped_out_bytes = 0
-        """What the machine had written to its swap space when training began."""
+        """What the machine had written to its swap space when the last step ended."""
 
     @property
     def _now(self) -> OffloadPlan | None:
@@ -105,7 +106,7 @@ class RunRecord:
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
         self._cpu_load = os.getloadavg()[0]
-        self._swapped_out_bytes = psutil.swap_memory().sout
+        self._swapped_out_bytes = _swapped_out_bytes()
         self._peak.start()
         if self._plan is not None and num_steps is not None:
             self._plan.begin_run(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
@@ -175,13 +176,15 @@ class RunRecord:
         self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
 
     def _warn_of_swap(self) -> None:
-        swapped_bytes, limit = psutil.swap_memory().sout - self._swapped_out_bytes, self.engine.config.cpu_memory
-        if swapped_bytes > _MUCH_SWAPPED_BYTES and not self._has_warned_of_swap:
+        before, self._swapped_out_bytes = self._swapped_out_bytes, _swapped_out_bytes()
+        num_bytes, limit = self._swapped_out_bytes - before, self.engine.config.cpu_memory
+        ranks = self.engine.links.ranks
+        if num_bytes > _MUCH_SWAPPED_BYTES and not self._has_warned_of_swap and ranks.local_rank == 0:
             self._has_warned_of_swap = True
             logger.warning(
-                "the machine has swapped out %s since training began, so steps take longer; set cpu_memory to at most "
-                "%s (it is %s)",
-                *map(format_bytes, (swapped_bytes, max(limit // 2, limit - swapped_bytes), limit)),
+                "the machine swapped out %s during a step, so steps take longer; set cpu_memory to at most %s (it is "
+                "%s)",
+                *map(format_bytes, (num_bytes, max(limit // 2, limit - num_bytes // ranks.num_local), limit)),
             )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -310,6 +313,13 @@ class RunRecord:
             raise write_failure(str(folder), len(text), error) from error
         # The write is atomic, because a killed run is resumed with these files.
         replace_durably(str(folder / name), text.encode())
+
+
+def _swapped_out_bytes() -> int:
+    """Return the bytes that the machine has written to its swap space since it started; 0 if it does not say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # psutil says so where /proc/vmstat is hidden
+        return int(psutil.swap_memory().sout)
 
 
 def _refuse_folders(folder: Path) -> None:

@@ -93,9 +93,10 @@ class UpdateWorker:
         """Hold or apply an arrived chunk. `is_final`: no later backward of this step adds to it. `may_guess`: apply it
         on a guess if the step guesses or may guess."""
         self.abandoned = (set(), False)
-        if arrived.chunk in self._queue.chunks | self._waiting:  # the chunk has already been updated, or will be
+        is_waiting = arrived.chunk in self._waiting
+        if is_waiting or arrived.chunk in self._queue.chunks:  # the chunk has already been updated, or will be
             if not self._are_held:
-                waiting = self._held.slices_of(arrived.chunk) if arrived.chunk in self._waiting else set()
+                waiting = self._held.slices_of(arrived.chunk) if is_waiting else set()
                 self._queue.refuse_second(arrived, waiting)
             self.undo_guesses()
         is_shared = self._exchange is not None and self._exchange.is_shared(arrived.chunk)
@@ -126,6 +127,7 @@ class UpdateWorker:
                 if is_parked and self._held.hold_in_shared_ram(gradient):
                     self._waiting.add(gradient.chunk)
                     return
+                self._waiting.discard(gradient.chunk)
                 self._handover.announce([gradient.chunk])
                 self._queue.update(gradient, self._group_of, borrowed=borrowed)
             elif not is_parked and self._guess.decide(may_guess and self._begin_updates()):

@@ -273,7 +273,9 @@ class NodeShards:
 
     def takes_memory(self, *, is_kept: bool, keeps: bool) -> bool:
         """Return whether shards on their way are in memory of their own, which is counted for one load at a time."""
-        return is_kept or self._coded is not None or self._sends_changes(_RAW, keeps=keeps)
+        if is_kept:
+            return self._group_lane is not None
+        return self._coded is not None or self._sends_changes(_RAW, keeps=keeps)
 
     def waiting(self, links: Links) -> AbstractContextManager[None]:
         """A context of a thread that waits until shards have arrived."""

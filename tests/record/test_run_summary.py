@@ -171,13 +171,13 @@ def test_the_plan_has_chunks_that_were_decided_later(tmp_path: Path) -> None:
 def test_a_machine_that_begins_to_swap_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    swapped = itertools.count(1 << 30, 200 << 20)  # bytes, before training and after each step
+    swapped = itertools.count(1 << 30, 300 << 20)  # bytes, before training and after each step
     monkeypatch.setattr(run_record.psutil, "swap_memory", lambda: SimpleNamespace(sout=next(swapped)))
     trainer = small_trainer(tmp_path, SETTINGS, max_steps=4)
     trainer.train()
     trainer.offload_engine.close()
     warned = [record.getMessage() for record in caplog.records if "swapped out" in record.getMessage()]
     assert warned == [
-        "the machine has swapped out 400 MiB since training began, so steps take longer; set cpu_memory to at most "
-        "1.5 MiB (it is 3 MiB)"
+        "the machine swapped out 300 MiB during a step, so steps take longer; set cpu_memory to at most 1.5 MiB "
+        "(it is 3 MiB)"
     ]

@@ -331,7 +331,7 @@ class Watch:
     def _table(self) -> Table:
         waits = [wait for of_thread in list(self._waits.values()) for wait in of_thread[-1:]]
         users = list(self._users.items())
-        beside = {user: of_thread[-1][0] for user, of_thread in list(self._waits_beside.items()) if of_thread}
+        beside = {user: wait[0] for user, waits in list(self._waits_beside.items()) for wait in waits[-1:]}
         return {
             "at": dict(self._positions),
             "waits": [(lane, list(needs())) for lane, needs in waits],
