@@ -87,14 +87,22 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
     folder, and moves it when all parts are written. Raises ValueError if a rank does not see the folder."""
     if links.ranks.rank == 0:
         with unfinished_checkpoint(run_dir, name, on_file=links.send_heartbeat) as unfinished:
-            links.barrier("rank 0 to make the folder of a checkpoint")
-            yield unfinished
-            links.barrier("all ranks to save their parts")
+            try:
+                links.barrier("rank 0 to make the folder of a checkpoint")
+                yield unfinished
+                links.barrier("all ranks to save their parts")
+            except BaseException as error:
+                links.fail(error)  # before the folder is removed, which lets other ranks fail
+                raise
     else:
         unfinished = Path(run_dir, UNFINISHED_NAME)
         links.barrier("rank 0 to make the folder of a checkpoint")
         _wait_until_seen(unfinished, links)
-        yield unfinished
+        try:
+            yield unfinished
+        except (FileNotFoundError, FileExistsError):  # rank 0 may have removed the folder because of a failure
+            links.raise_cause("all ranks to save their parts")
+            raise
         links.barrier("all ranks to save their parts")
     links.barrier("rank 0 to give the checkpoint its name")
 

@@ -106,6 +106,7 @@ class DeviceLane:
         try:
             self._lane.run(what, begin)
             if self._lost is not None:
+                self._lane.raise_if_closed()  # `close` aborts the group, which may end the operation first
                 self._links.watch.raise_cause(what, self._lost, self._lane.members)
             if self._work is not None and self._work.error is not None:
                 raise self._work.error
