@@ -426,21 +426,30 @@ class Deadline:
 
 
 def with_chunks(page: str, task: Task, known: dict[str, Outcome]) -> str:
-    """Return the page with another last column in the task's table, which says whether layers run in chunks."""
+    """Return the page with another column in the task's table, which says whether layers run in chunks."""
     begin, end = (mark.format(task=task.value) for mark in (SECTION_BEGIN, SECTION_END))
     before, _, rest = page.partition(begin)
     section, _, after = rest.partition(end)
-    lines = []
-    for line in section.splitlines(keepends=True):
-        if line.startswith("|"):
-            cells = line.strip().strip("|").split("|")[:3]
-            name = cells[0].strip().strip("`")
-            one = known.get(name)
-            shown = "" if one is None else one.what + (f": {one.why.replace('|', '/')}" if one.why else "")
-            last = {"class": " in chunks ", "---": "---"}.get(name, f" {shown} ")
-            line = "|" + "|".join([*cells, last]) + "|\n"
-        lines.append(line)
-    return before + begin + "".join(lines) + end + after
+    text, rule, rows = section.partition("| offloaded |")
+    cells = {}
+    for row in (rule + rows).splitlines()[2:]:
+        *outcome, names = (cell.strip() for cell in row.strip("|").split("|"))
+        cells |= dict.fromkeys(re.findall("`(.*?)`", names), outcome[:2])
+    in_chunks = {name: one.what + (f": {one.why.replace('|', '/')}" if one.why else "") for name, one in known.items()}
+    table = table_of({name: (*cells[name], in_chunks.get(name, "")) for name in sorted(cells, key=str.lower)})
+    return before + begin + text + table + end + after
+
+
+def table_of(cells: dict[str, tuple[str, ...]]) -> str:
+    """Return the table of what was found with each class. Classes with the same cells are in one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in cells.items():
+        rows.setdefault(found, []).append(f"`{name}`")
+    heads = ["offloaded", "why, and the way out", "in chunks", "classes"]
+    heads = heads[: max(map(len, rows))] + heads[-1:]
+    lines = [heads, ["---"] * len(heads), *([*found, ", ".join(names)] for found, names in rows.items())]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return text.replace(" ---", "---").replace("--- ", "---")
 
 
 SECTION_BEGIN, SECTION_END = "<!-- begin: {task} -->\n", "<!-- end: {task} -->\n"
@@ -469,11 +478,8 @@ def section_of(outcomes: list[Outcome], task: Task = Task.TEXT) -> str:
 cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {counts[FAILED]} fail;
 {counts[NOT_TRIED]} were not tried, for the reason in the table.
 
-| class | offloaded | why, and the way out |
-|---|---|---|
 """
-    rows = (f"| `{one.model_class}` | {one.what} | {one.why.replace('|', '/')} |\n" for one in outcomes)
-    return text + "".join(rows)
+    return text + table_of({one.model_class: (one.what, one.why.replace("|", "/")) for one in outcomes})
 
 
 def main(
