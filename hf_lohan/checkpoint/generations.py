@@ -459,7 +459,6 @@ def resharding_for(asked: str) -> Any:
 
 
 def _bytes_in(folder: str) -> int:
-    """Return the bytes of a store's files."""
     paths = [os.path.join(folder, name) for name in names_in(folder)]
     inside = (os.path.join(parent, name) for path in paths for parent, _, names in os.walk(path) for name in names)
     return sum(os.lstat(file).st_size for file in (*filter(os.path.isfile, paths), *inside))

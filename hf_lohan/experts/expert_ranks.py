@@ -322,7 +322,6 @@ def _choices_of(routed: Routing, experts: Sequence[int]) -> Tensor:
 
 
 def _groups_of(rows: CallRows, experts: Sequence[int]) -> RowGroups:
-    """Return this process's rows for these experts."""
     ends = rows.routed.ends
     return {
         expert: [RowGroup(tuple(tensor[ends[expert] : ends[expert + 1]] for tensor in rows.given), rows.needs)]

@@ -161,7 +161,6 @@ def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Comm
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata in the header of a safetensors file."""
     header_bytes = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + header_bytes])["__metadata__"]
     assert isinstance(metadata, dict), "safetensors checks the header"

@@ -70,7 +70,6 @@ def committed_log(paths: Sequence[str], commit: Commit | None = None) -> bytes:
 
 
 def _committed(paths: Sequence[str]) -> tuple[Commit, str] | None:
-    """Return the last commit and its directory."""
     manifests = [read_manifest(path) for path in paths]
     store_paths = [StorePath(path) for path in paths]
     if not any(manifests) or is_half_made(store_paths, manifests):
@@ -200,5 +199,4 @@ def refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:
 
 
 def _sum_over_files(layouts: Sequence[StoreLayout]) -> list[int]:
-    """Return the bytes on each path."""
     return [sum(shares) for shares in zip(*(layout.file_bytes for layout in layouts), strict=True)]

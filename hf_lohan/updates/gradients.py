@@ -91,7 +91,6 @@ class ArrivedChunk:
         coded.part(end, self.chunk.numel).zero_()
 
     def _decode(self) -> Tensor:
-        """Decode the payloads of all pieces in their buffer."""
         values, coded = self._host.view(torch.float32, self.chunk.numel), self._coded_values().with_own_scales()
         for piece in sorted(self.pieces, key=lambda piece: piece.start_in_chunk):
             for first in range(piece.start_in_chunk, piece.stop_in_chunk, SUM_TILE_NUMEL):

@@ -388,6 +388,5 @@ class RankGradientPipeline(GradientPipeline):
 
 
 def _trained_in(chunks: Iterable[Chunk]) -> set[ParamSlice]:
-    """Return the parameters of these chunks that require a gradient."""
     parts = (piece.param_slice for chunk in chunks for piece in chunk.pieces)
     return {part for part in parts if part.parameter.requires_grad}

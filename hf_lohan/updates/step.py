@@ -505,7 +505,6 @@ def _refuse_without_group(parameters: Mapping[nn.Parameter, Sequence[ParamSlice]
 
 
 def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the `id`s of each group's parameters."""
     return [[id(group), *map(id, group["params"])] for group in param_groups]
 
 

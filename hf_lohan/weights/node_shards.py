@@ -200,21 +200,17 @@ class NodeShards:
         *,
         coded: MeasuredCodec | None = None,
         within: MeasuredCodec | None = None,
-        changes: CodedTraffic | None = None,
-        kept: PeerWeightCache | None = None,
     ) -> None:
         """``coded``: the codec that rounds shards. ``within``: the codec of blocks on their way to devices; it has the
-        format of ``coded``. ``changes``: counts the traffic. If it is set, only the changes of blocks that were sent
-        before are sent. ``kept``: memory for the shards of `kept_ranks`."""
-        assert changes is None or kept is not None, "sending changes needs kept shards"
+        format of ``coded``."""
         self._ranks = ranks
         self._coded = coded
         self.within = within
-        self._changes = changes
+        self._changes: CodedTraffic | None = None
         self._versions: dict[Block, int] = {}
         """For each block, the version that is kept or being received."""
-        self._kept = kept
-        self.keeps = kept is not None
+        self._kept: PeerWeightCache | None = None
+        self.keeps = False
         """Whether an unchanged block is not sent again."""
         self._lane: RankLane | None = None
         self._group_lane: RankLane | None = None
@@ -238,8 +234,8 @@ class NodeShards:
                 lane.close()
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep shards in ``kept`` from now on. With ``changes``, send only what changed. All ranks call this before the
-        same load."""
+        """Keep the shards of `kept_ranks` in ``kept`` from now on. With ``changes``, which counts the traffic, only the
+        changes of blocks that were sent before are sent. All ranks call this before the same load."""
         self._kept, self._changes, self.keeps = kept, changes, True
 
     def forget_kept(self) -> None:

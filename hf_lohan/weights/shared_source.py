@@ -49,8 +49,6 @@ _STALE = struct.Struct("<qq")
 _NUM_COPIED = struct.Struct("<q")
 _NOTHING = -1
 _UNKNOWN = -1
-_FAILURES_S = 0.1
-"""Seconds between two looks at whether a rank has failed."""
 
 
 class StaleError(RanksDisagreeError):
@@ -395,7 +393,6 @@ class SharedWeights(Rounds):
             one.listener.on_delivered(error)
 
     def _region_bytes(self, block: Block) -> int:
-        """Return the bytes of shared memory of a load of the block."""
         return block.fetched_bytes + self._parts.coded_bytes(block)
 
     # This rank's shard.
@@ -475,7 +472,7 @@ class SharedWeights(Rounds):
             while self._num_filled < load.number:
                 self._lane.raise_if_closed()
                 self._links.raise_if_failed(f"waited for {load.block.name}")
-                self.changed.wait(_FAILURES_S)
+                self.changed.wait()  # a failure and the end of the lane notify it
 
     def _end_fill(self, load: _SharedLoad, end_exchange: Callable[[], tuple[list[int], list[int]]] | None) -> None:
         """Put the shards of this rank's counterparts into the memory of the node. One thread does this for one load

@@ -10,7 +10,7 @@ import pytest
 
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport import watch
-from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
+from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes, run_ranks
 
 SOON_S = 1.5
 
@@ -226,6 +226,14 @@ def test_a_failure_callback_is_called_without_a_wait() -> None:
 
     outcomes = rank_outcomes(3, ask)
     assert [outcome.result for outcome in outcomes[1:]] == [0, 0]
+
+
+def test_the_end_of_another_rank_is_not_looked_into_after_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would wait half a second for each of the others."""
+    looked_into: list[int] = []
+    monkeypatch.setattr(watch.Watch, "_note_end", lambda watch, rank: looked_into.append(rank))
+    run_ranks(3, lambda links: links.barrier("the end"))
+    assert not looked_into
 
 
 def test_the_timeout_may_be_changed() -> None:

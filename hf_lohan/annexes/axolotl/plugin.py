@@ -320,7 +320,6 @@ def _freeze(model: Any, cfg: Any) -> None:
 
 
 def _class_of(loader: Any) -> Any:
-    """Return the class with which axolotl loads the model."""
     name = loader.model_type
     is_auto = not name or name == "AutoModelForCausalLM" or loader.cfg.trust_remote_code
     return loader.auto_model_loader if is_auto else getattr(transformers, name)

@@ -205,7 +205,6 @@ def _load() -> Any:
 
 
 def _installed_libraries() -> list[str]:
-    """Return the copies of libcufile in NVIDIA's wheels."""
     packages = importlib.util.find_spec("nvidia")
     folders = list(packages.submodule_search_locations or ()) if packages is not None else []
     return sorted(path for folder in folders for path in glob.glob(os.path.join(folder, "*", "lib", _LIBRARY)))

@@ -100,7 +100,6 @@ def reshard_together(
 
 
 def _stores(found: RunStores) -> list[SeenStore]:
-    """Return the old stores in rank order."""
     assert found.found is not None
     return [found.found.stores[rank] for rank in range(found.num_ranks)]
 

@@ -155,14 +155,14 @@ class CachingAllocator:
         return self._block_at.pop(block.address)
 
 
-def _reserved_bytes(tensors: Sequence[Allocation], *, is_expandable: bool, num_steps: int = 2) -> int:
-    """Return the bytes that the caching allocator reserves for ``num_steps`` equal steps."""
+def _reserved_bytes(tensors: Sequence[Allocation], *, is_expandable: bool) -> int:
+    """Return the bytes that the caching allocator reserves for two equal steps."""
     changes = [(tensor.born, 1, number) for number, tensor in enumerate(tensors)]
     changes += [(tensor.died, 0, number) for number, tensor in enumerate(tensors)]
     changes.sort()
     allocator = CachingAllocator(is_expandable=is_expandable)
     blocks: dict[int, MemoryBlock] = {}
-    for _ in range(num_steps):
+    for _ in range(2):
         for _, is_birth, number in changes:
             if is_birth:
                 blocks[number] = allocator.allocate(tensors[number].num_bytes)

@@ -146,7 +146,6 @@ def _tier_bytes(
     peak_bytes: float,
     spilled_gradient_bytes: float,
 ) -> dict[Tier, dict[str, int]]:
-    """Return the plan's bytes on each tier, with other activations."""
     num_local, before = setup.cluster.num_local, plan.prediction.tier_bytes
     kept_bytes, ram_bytes = int(placed.kept.sum()), int(placed.ram.sum())
     working_bytes = max(0, math.ceil(peak_bytes - kept_bytes))

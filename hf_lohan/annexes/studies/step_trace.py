@@ -472,7 +472,6 @@ def lifetimes_of_step(
     model: nn.Module,
     config: ResolvedConfig,
     *,
-    device: torch.device | str = "cpu",
     fused_attention: bool = False,
 ) -> StepLifetimes:
     """Return when each tensor of one planned micro-batch, its gradients and its update is in use.
@@ -488,11 +487,10 @@ def lifetimes_of_step(
         found,
         batch_size=shape.batch_size,
         sequence_length=shape.sequence_length,
-        device=device,
         fused_attention=fused_attention,
         chunked_loss=chunked_loss_of(config),
     )
-    traced = run_trace(model, trace, device)
+    traced = run_trace(model, trace, "cpu")
     weights = []
     for block in layout.blocks:
         dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param

@@ -70,7 +70,6 @@ class BlockCodec:
             yield start, values
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a payload."""
         num_bytes = self.message_bytes(numel)
         if message.dtype != torch.uint8 or message.shape != (num_bytes,) or not message.is_contiguous():
             raise ValueError(

@@ -376,7 +376,6 @@ class GradientExchange:
         return keys
 
     def _drop_abandoned(self) -> None:
-        """Drop the incomplete chunks of abandoned steps."""
         abandoned = {step for step, of_step in self._steps.items() if of_step.is_abandoned}
         if not abandoned:
             return

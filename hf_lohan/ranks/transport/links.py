@@ -274,21 +274,17 @@ def _end(links_ref: weakref.ref[Links]) -> None:
 
 
 @contextlib.contextmanager
-def one_rank_at_a_time(links: Links, tag: str, *, of_all_nodes: bool = False) -> Iterator[None]:
-    """A context that all ranks enter. The ranks of a node, or ``of_all_nodes``, run its body one after the other, in
-    order. All leave it together, even if some fail in it."""
-    ranks = links.ranks
+def one_rank_at_a_time(links: Links, tag: str) -> Iterator[None]:
+    """A context that all ranks enter. The ranks of a node run its body one after the other, in order. All leave it
+    together, even if some fail in it."""
     failure: BaseException | None = None
-    num_turns, own_turn, rank = (
-        (ranks.num_ranks, ranks.rank, "rank") if of_all_nodes else (ranks.num_local, ranks.local_rank, "local rank")
-    )
-    for turn in range(num_turns):
-        if turn == own_turn:
+    for turn in range(links.ranks.num_local):
+        if turn == links.ranks.local_rank:
             try:
                 yield
             except BaseException as error:
                 failure = error
-        links.barrier(f"{tag} of {rank} {turn}")
+        links.barrier(f"{tag} of local rank {turn}")
     if failure is not None:
         raise failure
 

@@ -373,7 +373,8 @@ class Watch:
         while not self._is_over.is_set():
             for fd, _ in poll.poll(_LOOK_S * 1e3):
                 poll.unregister(fd)
-                self._note_end(of_fd[fd])
+                if not self._is_over.is_set():  # the board would not answer
+                    self._note_end(of_fd[fd])
             if self._broken is not None and not self._failure.is_known:
                 self._find_ended_rank(*self._broken)
             if self.ends_process:
@@ -442,7 +443,6 @@ class Watch:
 
 
 def _calls_of(table: Table) -> list[str]:
-    """Return the calls in which a rank's computation waits."""
     return [table["at"][lane][1] for lane, _ in table["waits"] if lane in table["at"]]
 
 

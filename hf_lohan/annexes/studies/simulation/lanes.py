@@ -29,10 +29,10 @@ class LaneRules:
     mixed_lane: str = NO_LANE
     """The lane of the drives."""
     mixed_factor: float = 1.0
+    """The factor by which a read or a write takes longer if the other kind waits, so that the drives do both."""
     looks_ahead: bool = False
     """Whether the drives have chosen their next task before the running one ends, because several threads each have
     one."""
-    """The factor by which a read or a write takes longer if the other kind waits, so that the drives do both."""
 
 
 class TaskGraph:

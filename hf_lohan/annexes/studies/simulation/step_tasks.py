@@ -542,7 +542,6 @@ def order_loads(uses: Sequence[tuple[str, SizeClass]], num_slots: Mapping[SizeCl
 
 
 def _held_at_end(uses: Sequence[BlockWork], num_slots: Mapping[SizeClass, int]) -> set[str]:
-    """The blocks that are in slots after a pass."""
     held: dict[SizeClass, dict[str, None]] = defaultdict(dict)
     for work in reversed(uses):
         of_class = held[work.size_class]
