@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ONE_GENERATOR, open_engine, resolved
+import training_ranks
 from expert_models import expert_model
 from torch import Tensor, nn
+from training_ranks import AfterStep, do_nothing, rank_engine, take_steps, weights_of
 
-from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.experts import BalancedRows
-from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.huggingface.offloaded_model import enable_checkpointing, enable_recompute
 from hf_lohan.model import find_experts
-from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import VOCAB_SIZE
 from hf_lohan.testing.thread_ranks import run_ranks
@@ -39,12 +37,7 @@ MakeModel = Callable[[], Any]
 
 
 @dataclass
-class Trained:
-    """The results of a run."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+class Trained(training_ranks.Trained):
     states: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
@@ -117,32 +110,13 @@ def train_stock(
 
 @contextmanager
 def opened(
-    links: Links,
-    folder: Path,
-    make_model: MakeModel,
-    *,
-    hold_gradients: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: Device | None = None,
-    recompute: bool = False,
-    owners: Mapping[str, int] | None = None,
-    **settings: Any,
+    links: Links, folder: Path, make_model: MakeModel, *, recompute: bool = False, **settings: Any
 ) -> Iterator[OffloadEngine]:
-    """Open the engine of one rank. ``owners``: the rank of each expert, by its block's name."""
-    with ONE_GENERATOR:
-        model = make_model()
-    config = resolved(folder / f"rank-{links.ranks.rank}", **{**SETTINGS, **settings})
-    layout = lay_out(
-        model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks, owners=owners
-    )
-    engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
-    stream_experts(engine.experts)
-    if recompute:
-        enable_recompute(model, engine)
-    try:
+    """Open the engine of one rank."""
+    with rank_engine(links, folder, make_model, **{"hold_gradients": False, **SETTINGS, **settings}) as engine:
+        if recompute:
+            enable_recompute(engine.model, engine)
         yield engine
-    finally:
-        engine.close()
 
 
 def train_rank(
@@ -153,43 +127,39 @@ def train_rank(
     max_norm: float = 0.0,
     accumulation: int = 1,
     is_joint: bool = False,
-    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    after_step: AfterStep = do_nothing,
     **settings: Any,
 ) -> Trained:
     """Train one rank of several, or one process that accumulates the batches of all ranks."""
-    rank, trained = links.ranks.rank, Trained()
+    rank, trained, before = links.ranks.rank, Trained(), [0]
     holds = max_norm > 0 or accumulation > 1
     with opened(links, folder, make_model, hold_gradients=holds, **settings) as engine:
-        model = engine.model
-        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
 
-        def run_one(step: int, micro: int) -> None:
-            loss = model(**(batch(step, rank, micro) if links.ranks.others else batch(step, micro))).loss
-            trained.losses.append(loss.detach())
-            if not engine.defer_backward(loss / accumulation):
-                engine.announce_backward(is_final=micro == accumulation - 1)
-                (loss / accumulation).backward()
+        def loss_of(step: int, micro: int) -> Tensor:
+            if not micro:
+                before[0] = links.sent_bytes["tokens"]
+            return engine.model(**(batch(step, rank, micro) if links.ranks.others else batch(step, micro))).loss
 
-        for step in range(NUM_STEPS):
-            before = links.sent_bytes["tokens"]
-            calls = [partial(run_one, step, micro) for micro in range(accumulation)]
-            if is_joint:
-                engine.run_micro_batches(calls)
-            else:
-                for call in calls:
-                    call()
-            trained.sent_bytes += links.sent_bytes["tokens"] - before
-            if max_norm:
-                trained.norms.append(engine.clip_grad_norm(max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            after_step(engine, step)
+        def count_rows(_engine: OffloadEngine, _step: int) -> None:
+            trained.sent_bytes += links.sent_bytes["tokens"] - before[0]
+
+        take_steps(
+            engine,
+            loss_of,
+            NUM_STEPS,
+            lr=LR,
+            num_micro=accumulation,
+            max_norm=max_norm,
+            is_joint=is_joint,
+            before_step=count_rows,
+            after_step=after_step,
+            into=trained,
+        )
         trained.rows = engine.rows_by_rank()
-        access = engine.parameters
-        missed = engine.records.missed
+        access, missed = engine.parameters, engine.records.missed
         trained.num_behind = sum(missed.is_block_behind(block) for block in engine.layout.blocks)
-        for name, parameter in model.named_parameters():
-            trained.weights[name] = access.read_parameter(name)
+        trained.weights = weights_of(engine)
+        for name, parameter in engine.model.named_parameters():
             if parameter.requires_grad:
                 trained.states[name] = access.read_flat(name, "exp_avg"), access.read_flat(name, "exp_avg_sq")
         for part in engine.parameter_slices:

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+import training_ranks
 from torch import Tensor
 from trained_nodes import quiet_bytes
+from training_ranks import assert_same_run, rank_engine, stock_steps, take_steps, weights_of
 
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
-LR = 1e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")
 WORDS = "model.embed_tokens.weight"
 Batch = dict[str, Tensor]
 
@@ -41,13 +40,9 @@ def random_batch(step: int, rank: int, micro: int) -> Batch:
 
 
 @dataclass
-class Trained:
-    """The results of a rank."""
+class Trained(training_ranks.Trained):
+    """The results of a rank. Weights and moments are in `weights`."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Weights and moments."""
     sent: Mapping[str, int] = field(default_factory=dict)
     rows_bytes: int | None = None
     """Bytes of rows that came to the device; None if the table was loaded."""
@@ -84,88 +79,62 @@ class Run:
         return run_ranks(self.num_ranks, train, num_local=self.num_local, **options)
 
     def train_rank(self, links: Links, folder: Path, embedding: str, device: Device | None = None) -> Trained:
-        rank = links.ranks.rank
-        with ONE_GENERATOR:
-            model = self.make_model().to(self.dtype).train()
-        defaults = {**RANK_SETTINGS, "cpu_memory": "8MiB", "gpu_memory": "4MiB", "_resident_records": "none"}
-        settings = {**defaults, **self.settings, "embedding": embedding}
-        config = resolved(folder / f"rank-{rank}", **settings)
+        settings = {"cpu_memory": "8MiB", "gpu_memory": "4MiB", "_resident_records": "none", **self.settings}
         holds = self.max_norm > 0 or self.accumulation > 1
-        layout = lay_out(model, config, working_dtype=self.dtype, hold_gradients=holds, ranks=links.ranks)
-        engine = open_engine(model, layout, config, device, links)
-        before, found = dict(links.sent_bytes), Trained(layout=layout)
-        try:
-            optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
-            for step in range(self.num_steps):
-                self._run_step(engine, step, rank, found)
-                if self.max_norm:
-                    found.norms.append(engine.clip_grad_norm(self.max_norm))
-                self.before_step(engine, step)
-                optimizer.step()
-                optimizer.zero_grad()
-                self.after_step(engine, step)
+        with rank_engine(
+            links,
+            folder,
+            lambda: self.make_model().to(self.dtype),
+            dtype=self.dtype,
+            hold_gradients=holds,
+            device=device,
+            embedding=embedding,
+            **settings,
+        ) as engine:
+            before, found = dict(links.sent_bytes), Trained(layout=engine.layout)
+            take_steps(
+                engine,
+                lambda step, micro: engine.model(**self.batch(step, links.ranks.rank, micro)).loss,
+                self.num_steps,
+                num_micro=self.accumulation,
+                max_norm=self.max_norm,
+                is_joint=self.together,
+                before_step=self.before_step,
+                after_step=self.after_step,
+                into=found,
+            )
             quiet_bytes(engine, links, before)
             found.sent = {channel: links.sent_bytes[channel] - before[channel] for channel in links.sent_bytes}
             found.rows_bytes = engine.embedding_rows.num_bytes if engine.embedding_rows is not None else None
-            for name, _ in model.named_parameters():
-                found.tensors[name] = engine.parameters.read_parameter(name)
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    found.tensors[f"{name} {kind}"] = engine.parameters.read_flat(name, kind)
+            found.weights = weights_of(engine)
+            for name in [*found.weights]:
+                for kind in MOMENTS:
+                    found.weights[f"{name} {kind}"] = engine.parameters.read_flat(name, kind)
             return found
-        finally:
-            engine.close()
 
-    def _run_step(self, engine: OffloadEngine, step: int, rank: int, found: Trained) -> None:
-        def run(micro: int) -> None:
-            loss = engine.model(**self.batch(step, rank, micro)).loss
-            if not engine.defer_backward(loss / self.accumulation):
-                (loss / self.accumulation).backward()
-            found.losses.append(loss.detach())
-
-        if self.together:
-            engine.run_micro_batches([lambda micro=micro: run(micro) for micro in range(self.accumulation)])
-            return
-        for micro in range(self.accumulation):
-            engine.announce_backward(is_final=micro == self.accumulation - 1)
-            run(micro)
-
-    def stock(self) -> Trained:
+    def stock(self) -> training_ranks.Trained:
         """Train one process in memory with the batches of all ranks."""
-        model, found = self.make_model().train(), Trained()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-        for step in range(self.num_steps):
-            for rank in range(self.num_ranks):
-                for micro in range(self.accumulation):
-                    loss = model(**self.batch(step, rank, micro)).loss
-                    (loss / self.accumulation / self.num_ranks).backward()
-                    found.losses.append(loss.detach())
-            if self.max_norm:
-                found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
+        model = self.make_model().train()
+        found, optimizer = stock_steps(
+            model,
+            lambda step, rank, micro: model(**self.batch(step, rank, micro)).loss,
+            self.num_steps,
+            self.num_ranks,
+            num_micro=self.accumulation,
+            max_norm=self.max_norm,
+        )
         for name, parameter in model.named_parameters():
-            found.tensors[name] = parameter.detach()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found.tensors[f"{name} {kind}"] = optimizer.state[parameter][kind].view(-1)
+            for kind in MOMENTS:
+                found.weights[f"{name} {kind}"] = optimizer.state[parameter][kind].view(-1)
         return found
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits, in which 0.0 differs from -0.0."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def assert_same(ours: list[Trained], whole: list[Trained]) -> None:
     for of_rank, expected in zip(ours, whole, strict=True):
         assert of_rank.rows_bytes is not None and expected.rows_bytes is None
-        assert all(map(same_bits, of_rank.losses, expected.losses))
-        assert all(map(same_bits, of_rank.norms, expected.norms))
-        for name, tensor in expected.tensors.items():
-            assert same_bits(of_rank.tensors[name], tensor), name
+        assert_same_run(of_rank, expected)
 
 
-def assert_stock(ours: list[Trained], stock: Trained) -> None:
+def assert_stock(ours: list[Trained], stock: training_ranks.Trained) -> None:
     for rank, of_rank in enumerate(ours):
-        assert all(map(same_bits, of_rank.losses, stock.losses[rank :: len(ours)]))
-        for name, tensor in stock.tensors.items():
-            assert same_bits(of_rank.tensors[name], tensor), name
+        assert_same_run(of_rank, stock, rank, len(ours))

@@ -158,7 +158,7 @@ def test_stores_of_another_number_of_ranks_are_balanced_beside_the_old_ones(run:
         assert nodes[0] != nodes[1] and sorted(owned[layer, expert] for expert in range(4)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("num_kills", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_killed_balance_keeps_the_old_stores_or_ends_with_the_new_ones(
     num_kills: int, run: Path, tmp_path: Path
 ) -> None:

@@ -21,8 +21,10 @@ from divided_experts import (
     train_rank,
     train_stock,
 )
+from equal_tensors import assert_same_tensors
 from expert_models import expert_model
 from rank_processes import RankProcesses
+from training_ranks import assert_same_ranks
 
 from hf_lohan.experts import BalancedRows
 from hf_lohan.model import find_experts
@@ -107,7 +109,7 @@ def test_balanced_rows_in_bfloat16(tmp_path: Path) -> None:
     trained = run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, **{"experts.balance": 1}, **settings))
     check_balanced(trained)
     for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert_same_tensors(ours.weights, alone.weights)
 
 
 @pytest.mark.slow
@@ -121,9 +123,7 @@ def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
     without = run_ranks(4, lambda links: train_rank(links, tmp_path / "without", make_model))
     trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, **{"experts.balance": 1}))
     check_balanced(trained)
-    for before, ours in zip(without, trained, strict=True):
-        assert all(map(torch.equal, before.losses, ours.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in before.weights.items())
+    assert_same_ranks(trained, without)
 
 
 def trains(links: Links, _report: Callable[[object], None], folder: Path) -> dict[str, bytes]:

@@ -11,29 +11,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from equal_tensors import assert_same_tensors, same_bits
 from rank_processes import RankProcesses
 from torch import Tensor
+from training_ranks import LR, AfterStep, Trained, do_nothing, rank_engine, stock_steps, take_steps, weights_of
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.offloaded_model import enable_checkpointing
-from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates import GradientReduction
 from hf_lohan.weights import SharedWeights
 
-LR = 1e-3
 IMAGE_TOKEN = 250
 NUM_PATCHES = 4
 _skipped = threading.local()
@@ -127,38 +125,19 @@ ACCUMULATED = {
 }
 
 
-@dataclass
-class Trained:
-    """The results of a run."""
-
-    weights: dict[str, Tensor]
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-
-
 def train_stock(case: Case, num_ranks: int, max_norm: float) -> Trained:
     """Train one process in memory. It sums the gradients of each rank, and then these sums."""
     model = case.make_model().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-    trained = Trained({})
-    for step, branches in enumerate(case.branches):
-        sums: list[list[Tensor | None]] = []
-        for batch in range(len(branches)):
-            loss = case.loss(model, step, batch)
-            (loss / (len(branches) // num_ranks) / num_ranks).backward()
-            trained.losses.append(loss.detach())
-            if (batch + 1) % (len(branches) // num_ranks) == 0:
-                sums.append([parameter.grad for parameter in model.parameters()])
-                model.zero_grad()
-        for parameter, *of_ranks in zip(model.parameters(), *sums, strict=True):
-            given = [gradient for gradient in of_ranks if gradient is not None]
-            parameter.grad = sum(given[1:], given[0]) if given else None
-        if max_norm:
-            trained.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    trained.weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return trained
+    num_micro = len(case.branches[0]) // num_ranks
+    return stock_steps(
+        model,
+        lambda step, rank, micro: case.loss(model, step, rank * num_micro + micro),
+        len(case.branches),
+        num_ranks,
+        num_micro=num_micro,
+        ranks_per_sum=1,
+        max_norm=max_norm,
+    )[0]
 
 
 def train_rank(
@@ -167,47 +146,33 @@ def train_rank(
     case: Case,
     max_norm: float,
     *,
-    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    after_step: AfterStep = do_nothing,
     in_step: Callable[[int, int], object] = lambda _step, _rank: None,
     checkpoints: bool = False,
     **settings: Any,
 ) -> Trained:
-    ranks = links.ranks
-    accumulation = len(case.branches[0]) // ranks.num_ranks
-    with ONE_GENERATOR:
-        model = case.make_model().train()
-    config = resolved(folder / f"rank-{ranks.rank}", **{**RANK_SETTINGS, **settings})
-    holds = max_norm > 0 or accumulation > 1
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=holds, ranks=ranks)
-    engine = open_engine(model, layout, config, None, links)
-    if checkpoints:
-        enable_checkpointing(model)
-    trained = Trained({})
-    try:
-        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
-        for step in range(len(case.branches)):
-            for micro in range(accumulation):
-                engine.announce_backward(is_final=micro == accumulation - 1)
-                loss = case.loss(model, step, ranks.rank * accumulation + micro)
-                in_step(step, ranks.rank)
-                (loss / accumulation).backward()
-                trained.losses.append(loss.detach())
-            if max_norm:
-                trained.norms.append(engine.clip_grad_norm(max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            after_step(engine, step)
-        trained.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
-        return trained
-    finally:
-        engine.close()
+    rank, num_micro = links.ranks.rank, len(case.branches[0]) // links.ranks.num_ranks
+    holds = max_norm > 0 or num_micro > 1
+    with rank_engine(links, folder, case.make_model, hold_gradients=holds, **settings) as engine:
+        if checkpoints:
+            enable_checkpointing(engine.model)
+
+        def loss_of(step: int, micro: int) -> Tensor:
+            loss = case.loss(engine.model, step, rank * num_micro + micro)
+            in_step(step, rank)
+            return loss
+
+        found = take_steps(
+            engine, loss_of, len(case.branches), num_micro=num_micro, max_norm=max_norm, after_step=after_step
+        )
+        found.weights = weights_of(engine)
+        return found
 
 
 def check(stock: Trained, trained: Sequence[Trained]) -> None:
     for ours in trained:
-        different = [name for name, weight in stock.weights.items() if not torch.equal(ours.weights[name], weight)]
-        assert not different
-        assert all(map(torch.equal, ours.norms, stock.norms))
+        assert_same_tensors(ours.weights, stock.weights)
+        assert len(ours.norms) == len(stock.norms) and all(map(same_bits, ours.norms, stock.norms))
 
 
 @pytest.fixture
@@ -255,7 +220,7 @@ def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: flo
     stock = train_stock(case, 3, max_norm)
     trained = run_ranks(3, lambda links: train_rank(links, tmp_path, case, max_norm))
     for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+        assert_same_tensors(ours.weights, trained[0].weights)
         for name, weight in stock.weights.items():
             assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * len(branches)
 

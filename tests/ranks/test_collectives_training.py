@@ -18,7 +18,9 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from covering import slow_but
+from equal_tensors import assert_same_tensors
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
+from training_ranks import assert_same_ranks, assert_same_run
 
 from hf_lohan.engine import ranks as engine_ranks
 from hf_lohan.planner import Collectives
@@ -36,10 +38,7 @@ GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 
 def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
     for rank, ours in enumerate(trained):
-        assert all(map(torch.equal, ours.losses, oracle.losses[rank]))
-        assert all(map(torch.equal, ours.norms, oracle.norms))
-        for name, weight in oracle.parameters.items():
-            assert torch.equal(ours.weights[name], weight.detach()), name
+        assert_same_run(ours, Trained(ours.layout, rank, oracle.parameters, oracle.norms, oracle.losses[rank]))
 
 
 @pytest.mark.covering(0)
@@ -104,7 +103,7 @@ def test_settings_between_nodes_round_nothing_on_one_node(tmp_path: Path, caplog
         setting = {"forward": "int8", "backward": "node", "gradients": "int4"}
         quantized = training.run(tmp_path / "quantized", setting)
     for ours, other in zip(quantized, exact, strict=True):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert_same_tensors(ours.weights, other.weights)
         assert ours.sent["weights"] == ours.sent["gradients"] == 0
     assert "has no effect between machines" in caplog.text
 
@@ -145,8 +144,7 @@ def test_each_way_between_nodes_brings_the_same_bits_to_devices(
     expected = training.run(tmp_path / "expected", {"forward": "exact", "backward": "world", "within": "int8"})
     found = training.run(tmp_path / "found", {"forward": forward, "backward": backward, "within": "int8"})
     for ours, other in zip(found, expected, strict=True):
-        assert all(map(torch.equal, ours.losses, other.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert_same_run(ours, other)
         coded = ours.figures["coded"]["weights_within"]
         assert coded["sent_bytes"] / coded["exact_bytes"] < (0.53 if dtype == torch.bfloat16 else 0.265)
         if any(part_numel(block, ours.rank) for block in ours.layout.blocks):
@@ -173,9 +171,7 @@ def test_codecs_of_a_late_device_race_with_nothing(num_local: int, tmp_path: Pat
     expected = Training(2, num_local).run(tmp_path / "expected", "quantized")
     found = Training(2, num_local, make_device=iter(devices).__next__).run(tmp_path / "found", "quantized")
     assert not any(device.num_races for device in devices)
-    for ours, other in zip(found, expected, strict=True):
-        assert all(map(torch.equal, ours.losses, other.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+    assert_same_ranks(found, expected)
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs hf-lohan[triton]")
@@ -203,12 +199,10 @@ def test_a_training_step_launches_each_kernel(word: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(triton_codec, "_launch", counted)
     monkeypatch.setattr(block_operators, "_kernels", lambda tensor: triton_codec)
     found = training.run(tmp_path / "triton", parts)
-    for ours, other in zip(found, expected, strict=True):
-        assert all(map(torch.equal, ours.losses, other.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+    assert_same_ranks(found, expected)
     kernels = {"_quantize_kernel", "_dequantize_kernel", "_sum_kernel", "_sum_quantize_kernel"}
     assert launches.keys() == kernels
-    num_chunks = sum(len(block.cut(ours.layout.plan.chunk_numel)) for block in ours.layout.blocks)
+    num_chunks = sum(len(block.cut(found[0].layout.plan.chunk_numel)) for block in found[0].layout.blocks)
     assert all(launches[kernel] >= num_chunks for kernel in kernels)
 
 
@@ -229,7 +223,7 @@ def test_one_rank_says_that_nothing_is_rounded(tmp_path: Path, caplog: pytest.Lo
         (ours,) = training.run(tmp_path / "within", {"within": "int8"})
     (exact,) = training.run(tmp_path / "exact", "exact")
     assert "'within': 'int8'} has no effect, because there is one rank" in caplog.text
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in exact.weights.items())
+    assert_same_tensors(ours.weights, exact.weights)
 
 
 def test_rounding_within_a_node_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -300,10 +294,7 @@ def test_kept_weights_change_no_bit(
     )
     exact = training.run(tmp_path / "exact", "exact")
     for number, way in enumerate(EXACT_WAYS):
-        for ours, other in zip(training.run(tmp_path / str(number), way), exact, strict=True):
-            assert all(map(torch.equal, ours.losses, other.losses))
-            assert all(map(torch.equal, ours.norms, other.norms))
-            assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert_same_ranks(training.run(tmp_path / str(number), way), exact)
 
 
 @pytest.mark.covering(0)
@@ -366,8 +357,7 @@ def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num
     for ours, other in zip(found, expected, strict=True):
         assert other.layout.copy_cpu_bytes == ours.layout.copy_bytes > 0
         assert ours.layout.copy_cpu_bytes == 0 and not other.layout.copy_records
-        assert all(map(torch.equal, ours.losses, other.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert_same_run(ours, other)
         assert ours.sent == other.sent
 
 
@@ -387,8 +377,7 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     of_group, num_nodes = group // num_local, training.num_nodes
     num_in_group = of_all = 0
     for rank, (ours, other) in enumerate(zip(found, expected, strict=True)):
-        assert all(map(torch.equal, ours.losses, other.losses)) and all(map(torch.equal, ours.norms, other.norms))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert_same_run(ours, other)
         node, local = divmod(rank, num_local)
         in_group = range(node // of_group * of_group, (node // of_group + 1) * of_group)
         foreign = [other_node * num_local + local for other_node in range(num_nodes) if other_node not in in_group]
@@ -421,8 +410,7 @@ def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path)
         found = training.run(tmp_path / f"found-{number}", {**parts, "backward": 2})
         for ours, other in zip(found, expected, strict=True):
             assert ours.layout.collectives is not None and ours.layout.collectives.group_ranks == 2
-            assert all(map(torch.equal, ours.losses, other.losses))
-            assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+            assert_same_run(ours, other)
 
 
 @pytest.mark.parametrize(

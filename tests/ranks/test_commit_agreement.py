@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from covering import slow_but
 
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
@@ -144,55 +145,57 @@ other ranks, and the next step.
 """
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(("call", "nth"), KILLS)
+IN_A_LATER_STEP, IN_THE_FIRST_STEP, OF_THREE_RANKS = (2, 3), (2, 1), (3, 3)
+QUICK = [*((kill, IN_A_LATER_STEP) for kill in KILLS), (("fsync", 1), IN_THE_FIRST_STEP), (("told", 1), OF_THREE_RANKS)]
+EVERY = [(kill, at) for kill in KILLS for at in (IN_A_LATER_STEP, IN_THE_FIRST_STEP, OF_THREE_RANKS)]
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, EVERY), ids=str)
 def test_all_ranks_continue_from_one_commit_after_a_rank_is_killed_anywhere(
-    tmp_path: Path, engine: IoEngine, num_ranks: int, call: str, nth: int
+    case: tuple[tuple[str, int], tuple[int, int]], tmp_path: Path, engine: IoEngine
 ) -> None:
-    for killed_step in (1, 3) if num_ranks == 2 else (3,):
-        root = tmp_path / f"{killed_step}"
-        for rank in range(num_ranks):
-            (root / f"rank-{rank}").mkdir(parents=True)
-        kill = KilledAt(num_ranks - 1, killed_step, call, nth)
-        states: dict[int, dict[int, Content]] = {}
+    ((call, nth), (num_ranks, killed_step)), root = case, tmp_path
+    for rank in range(num_ranks):
+        (root / f"rank-{rank}").mkdir(parents=True)
+    kill = KilledAt(num_ranks - 1, killed_step, call, nth)
+    states: dict[int, dict[int, Content]] = {}
 
-        def until_killed(links: Links, root: Path = root, kill: KilledAt = kill, states: Any = states) -> None:
-            trained = TrainedRank(links, root, engine, kill)
-            states[trained.rank] = trained.states
-            try:
-                trained.train(NUM_STEPS)
-            finally:
-                trained.store.close()
-
-        with calls_that_kill(kill):
-            outcomes = rank_outcomes(num_ranks, until_killed, delays_seed=nth, timeout_s=5)
-        if not kill.is_done:  # a first commit replaces no file
-            assert (call, killed_step) in {("link", 1), ("unlink", 1)} and not any(o.error for o in outcomes)
-            continue
-        assert isinstance(outcomes[-1].error, Killed)
-        others_ended(outcomes[:-1], num_ranks - 1)
-
-        def go_on(links: Links, root: Path = root, states: Any = states) -> tuple[int, dict[int, Content]]:
-            trained = TrainedRank(links, root, engine, None, seed=1)
-            number = trained.began_at.number if trained.began_at is not None else 0
-            held = states[trained.rank]
-            assert trained.began_with == (held[number] if number else {("a", "param"): bytes(RECORDS[0].num_bytes)})
-            trained.train(2)
-            content = content_of(trained.store)
+    def until_killed(links: Links) -> None:
+        trained = TrainedRank(links, root, engine, kill)
+        states[trained.rank] = trained.states
+        try:
+            trained.train(NUM_STEPS)
+        finally:
             trained.store.close()
-            assert content == trained.states[number + 2]
-            return number, trained.states
 
-        results = run_ranks(num_ranks, go_on, delays_seed=killed_step)
-        numbers = {number for number, _ in results}
-        is_durable = KILLS.index((call, nth)) > KILLS.index(("replace", 1))
-        before = killed_step - 1
-        assert len(numbers) == 1
-        # A process sees a new name at once, even if a power cut could still undo it.
-        assert numbers <= ({before + 1, before} if is_durable and call != "before_write" else {before})
-        again = run_ranks(num_ranks, lambda links, root=root: last_number(links, root, engine))
-        assert set(again) == {numbers.pop() + 2}
+    with calls_that_kill(kill):
+        outcomes = rank_outcomes(num_ranks, until_killed, delays_seed=nth, timeout_s=5)
+    if not kill.is_done:  # a first commit replaces no file
+        assert (call, killed_step) in {("link", 1), ("unlink", 1)} and not any(o.error for o in outcomes)
+        return
+    assert isinstance(outcomes[-1].error, Killed)
+    others_ended(outcomes[:-1], num_ranks - 1)
+
+    def go_on(links: Links) -> tuple[int, dict[int, Content]]:
+        trained = TrainedRank(links, root, engine, None, seed=1)
+        number = trained.began_at.number if trained.began_at is not None else 0
+        held = states[trained.rank]
+        assert trained.began_with == (held[number] if number else {("a", "param"): bytes(RECORDS[0].num_bytes)})
+        trained.train(2)
+        content = content_of(trained.store)
+        trained.store.close()
+        assert content == trained.states[number + 2]
+        return number, trained.states
+
+    results = run_ranks(num_ranks, go_on, delays_seed=killed_step)
+    numbers = {number for number, _ in results}
+    is_durable = KILLS.index((call, nth)) > KILLS.index(("replace", 1))
+    before = killed_step - 1
+    assert len(numbers) == 1
+    # A process sees a new name at once, even if a power cut could still undo it.
+    assert numbers <= ({before + 1, before} if is_durable and call != "before_write" else {before})
+    again = run_ranks(num_ranks, lambda links: last_number(links, root, engine))
+    assert set(again) == {numbers.pop() + 2}
 
 
 def others_ended(outcomes: Sequence[Outcome[None]], killed: int) -> None:

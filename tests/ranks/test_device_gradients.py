@@ -16,20 +16,19 @@ import pytest
 import test_branches
 import torch
 from async_device import AsyncDevice
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from equal_tensors import assert_same_tensors
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
 from gloo_devices import gloo_between_cpus
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
-from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
+from test_training import NUM_STEPS, train_rank, train_stock
 from torch import Tensor, nn
+from training_ranks import Trained, assert_same_ranks, assert_same_run
 
 from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import lay_out_block
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import (
     GRADIENTS_INT8,
     DeviceLanes,
@@ -308,24 +307,13 @@ def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:
 # Training.
 
 
-def bits_of(numbers: list[Tensor]) -> list[int]:
-    return [int(number.float().view(torch.int32)) for number in numbers]
-
-
-def compare(ours: Trained, theirs: Trained) -> None:
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-    for found, expected in ((ours.norms, theirs.norms), (ours.losses, theirs.losses)):
-        assert bits_of(found) == bits_of(expected)
-
-
 def train_both(num_ranks: int, folder: Path, train: Callable[..., Any]) -> None:
     """Compare a run over devices with one over host memory. ``train`` gets links, a folder and settings."""
     host, nccl = (
         run_ranks(num_ranks, lambda links, by=by: train(links, folder / by, **{**ROOM, "ranks.transport": by}))  # type: ignore[misc]
         for by in ("host", "nccl")
     )
-    for ours, theirs in zip(nccl, host, strict=True):
-        compare(ours, theirs)
+    assert_same_ranks(nccl, host)
 
 
 def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, ways: list[bool]) -> None:
@@ -340,7 +328,7 @@ def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, 
 
     stock = train_stock("llama", 4, 0.5)
     for ours in run_ranks(4, lambda links: train_rank(links, tmp_path, "llama", 0.5, device=Counting(), **ROOM)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert_same_tensors(ours.weights, stock.weights)
     assert ways and all(ways)
     num_params = sum(weight.numel() for weight in stock.weights.values())
     assert 4 * NUM_STEPS * num_params <= sum(copied) < 1.2 * 4 * NUM_STEPS * num_params
@@ -368,37 +356,14 @@ def test_accumulated_gradients_are_added_on_the_host(clip: str, tmp_path: Path, 
     assert not any(ways)
 
 
-def train_together(links: Links, folder: Path, **settings: Any) -> Trained:
-    """Train with micro-batches that run together."""
-    with ONE_GENERATOR:
-        model = tiny_model("llama").train()
-    config = resolved(folder / f"rank-{links.ranks.rank}", **{**RANK_SETTINGS, **settings})
-    layout = lay_out(model, config, working_dtype=torch.bfloat16, hold_gradients=True, ranks=links.ranks)
-    engine = open_engine(model, layout, config, None, links)
-    try:
-        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
-        norms, losses = [], []
-        for step in range(NUM_STEPS):
-
-            def run(micro: int, step: int = step) -> None:
-                loss = model(**tiny_batch(seed=seed_of(step, links.ranks.rank, micro))).loss
-                engine.defer_backward(loss / 3)
-                losses.append(loss.detach())
-
-            engine.run_micro_batches([lambda micro=micro: run(micro) for micro in range(3)])
-            norms.append(engine.clip_grad_norm(0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
-        return Trained(weights, norms, losses)
-    finally:
-        engine.close()
-
-
 @pytest.mark.slow
 def test_micro_batches_that_run_together(tmp_path: Path, ways: list[bool]) -> None:
     """Their sums are float32, on the device."""
-    train_both(2, tmp_path, train_together)
+
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        return train_rank(links, folder, "llama", 0.5, 3, is_joint=True, dtype=torch.bfloat16, **settings)
+
+    train_both(2, tmp_path, train)
     assert any(ways)
 
 
@@ -496,8 +461,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, family: str, tmp_path:
     def train(links: Links) -> Trained:
         return train_rank(links, tmp_path, family, 0.5, device=devices[links.ranks.rank], **ROOM)
 
-    for ours in run_ranks(2, train, delays_seed=seed):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
+    for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
+        assert_same_run(ours, stock, rank, 2)
     assert not sum(device.num_races for device in devices)
     assert any(ways)

@@ -18,19 +18,19 @@ import pytest
 import test_packed_weights
 import torch
 from async_device import AsyncDevice
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from engines import RANK_SETTINGS, resolved
 from gloo_devices import gloo_between_cpus
 from packed_bases import base_of
-from test_training import NUM_STEPS, Trained, train_rank, train_stock
+from test_training import NUM_STEPS, train_rank, train_stock
 from torch import Tensor
 from trained_nodes import Training
+from training_ranks import Trained, assert_same_ranks, assert_same_run, rank_engine, take_steps, weights_of
 
 from hf_lohan.device import CpuDevice, gpu_links
 from hf_lohan.engine import OffloadEngine, open_tiers
 from hf_lohan.engine.ranks import open_device_transport
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import LaneClosedError
@@ -263,12 +263,6 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
 # Training.
 
 
-def compare(ours: Trained, theirs: Trained) -> None:
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-    assert all(map(torch.equal, ours.norms, theirs.norms))
-    assert all(map(torch.equal, ours.losses, theirs.losses))
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
@@ -296,8 +290,7 @@ def test_training_equals_that_through_host_memory(
             )
 
         of_transport[transport] = run_ranks(num_ranks, train)
-    for ours, theirs in zip(of_transport["nccl"], of_transport["host"], strict=True):
-        compare(ours, theirs)
+    assert_same_ranks(of_transport["nccl"], of_transport["host"])
     assert not sent["host"] and len(sent["nccl"]) == num_ranks
     model_bytes = sum(4 * weight.numel() for weight in of_transport["nccl"][0].weights.values())
     # Forward and backward load each layer in each step. Each rank gets the others' shards.
@@ -311,8 +304,7 @@ def test_micro_batches_in_bfloat16_equal_those_through_host_memory(tmp_path: Pat
         return train_rank(links, folder, "llama", 0.5, 3, dtype=torch.bfloat16, **{"ranks.transport": transport})
 
     host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
-    for ours, theirs in zip(nccl, host, strict=True):
-        compare(ours, theirs)
+    assert_same_ranks(nccl, host)
 
 
 @pytest.mark.covering(0)
@@ -326,9 +318,8 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_g
             links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], **{"ranks.transport": "nccl"}
         )
 
-    for ours in run_ranks(2, train, delays_seed=seed):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
+    for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
+        assert_same_run(ours, stock, rank, 2)
     assert not sum(device.num_races for device in devices)
     assert len(stock.norms) == NUM_STEPS
 
@@ -342,9 +333,7 @@ def compare_transports(training: Training, folder: Path, collectives: Any) -> No
         replace(training, transport=transport).run(folder / transport, collectives) for transport in ("host", "nccl")
     )
     for ours, theirs in zip(nccl, host, strict=True):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-        assert all(map(torch.equal, ours.norms, theirs.norms))
-        assert all(map(torch.equal, ours.losses, theirs.losses))
+        assert_same_run(ours, theirs)
         assert ours.sent == theirs.sent
         assert coded_bytes(ours) == coded_bytes(theirs)
 
@@ -433,10 +422,8 @@ def test_packed_weights_are_decoded_on_each_device(
         )
 
     host, nccl = trained("host"), trained("nccl")
-    for ours, theirs in zip(nccl, host, strict=True):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-        assert all(map(torch.equal, ours.norms, theirs.norms)) and ours.norms
-        assert all(map(torch.equal, ours.losses, theirs.losses))
+    assert_same_ranks(nccl, host)
+    assert host[0].norms
     layers = {block.codes_bytes for block in nccl[0].layout.blocks} - {0}
     assert layers and sum(gathered) >= 2 * 3 * sum(layers)  # in forward and backward of each step
 
@@ -452,8 +439,7 @@ def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tm
         found.append(run.ranks(tmp_path / transport, "rows"))
     for theirs, ours in zip(*found, strict=True):
         assert ours.rows_bytes == theirs.rows_bytes
-        assert all(torch.equal(ours.tensors[name], tensor) for name, tensor in theirs.tensors.items())
-        assert all(map(torch.equal, ours.losses, theirs.losses)) and all(map(torch.equal, ours.norms, theirs.norms))
+        assert_same_run(ours, theirs)
 
 
 @pytest.mark.slow
@@ -461,36 +447,24 @@ def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> Non
     """Keys and values go through shared memory, layer by layer, while devices send weights and gradients."""
 
     def train(links: Links, transport: str) -> Trained:
-        rank = links.ranks.rank
-        with ONE_GENERATOR:
-            model = tiny_model("llama").train()
-        settings = {**RANK_SETTINGS, **ROOM, "ranks.per_row": 2, "ranks.transport": transport}
-        config = resolved(tmp_path / f"{transport}-{rank}", **settings)
-        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-        engine = open_engine(model, layout, config, None, links)
-        layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
-        run_layers_in_chunks(model, engine.activations, layers, engine.tiers.row_memory).cut(None)
-        found = Trained({}, [], [])
-        try:
-            optimizer = OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
-            for step in range(NUM_STEPS):
-                own = cut_rows(dict(tiny_batch(seed=step)), rank, 2)
+        settings: dict[str, Any] = {**ROOM, "ranks.per_row": 2, "ranks.transport": transport}
+        with rank_engine(links, tmp_path / transport, lambda: tiny_model("llama"), **settings) as engine:
+            model = engine.model
+            layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+            run_layers_in_chunks(model, engine.activations, layers, engine.tiers.row_memory).cut(None)
+
+            def loss_of(step: int, _micro: int) -> Tensor:
+                own = cut_rows(dict(tiny_batch(seed=step)), links.ranks.rank, 2)
                 rows = own.pop(ROWS)
                 with sharing_rows(model, rows, own["shift_labels"]):
-                    loss = model(**own, num_items_in_batch=torch.tensor(16)).loss
-                loss.backward()
-                found.losses.append(loss.detach())
-                found.norms.append(engine.clip_grad_norm(0.5))
-                optimizer.step()
-                optimizer.zero_grad()
-            found.weights.update((name, engine.parameters.read_parameter(name)) for name, _ in model.named_parameters())
+                    return model(**own, num_items_in_batch=torch.tensor(16)).loss
+
+            found = take_steps(engine, loss_of, NUM_STEPS, max_norm=0.5)
+            found.weights = weights_of(engine)
             return found
-        finally:
-            engine.close()
 
     host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
-    for ours, theirs in zip(nccl, host, strict=True):
-        compare(ours, theirs)
+    assert_same_ranks(nccl, host)
 
 
 @pytest.mark.slow
@@ -502,8 +476,8 @@ def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
         train = partial(divided_experts.train_rank, folder=tmp_path / transport, make_model=make_model, **settings)
         found.append(run_ranks(4, train, num_local=2))
     for theirs, ours in zip(*found, strict=True):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-        assert all(map(torch.equal, ours.losses, theirs.losses)) and ours.sent_bytes == theirs.sent_bytes > 0
+        assert_same_run(ours, theirs)
+        assert ours.sent_bytes == theirs.sent_bytes > 0
 
 
 @pytest.mark.slow
@@ -515,7 +489,5 @@ def test_no_wait_is_missing_on_nodes_if_copies_run_late(seed: int, tmp_path: Pat
     host = replace(nodes(4, 2), num_steps=2)
     nccl = replace(host, transport="nccl", make_device=lambda: next(left))
     of_host, of_nccl = host.run(tmp_path / "host", parts), nccl.run(tmp_path / "late", parts)
-    for ours, theirs in zip(of_nccl, of_host, strict=True):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-        assert all(map(torch.equal, ours.norms, theirs.norms))
+    assert_same_ranks(of_nccl, of_host)
     assert not sum(device.num_races for device in devices)

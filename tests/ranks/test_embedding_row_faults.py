@@ -268,7 +268,7 @@ def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_told: 
 
     run = Run(2, num_local, num_steps=2, after_step=interrupt)
     rows = run.ranks(tmp_path, "rows")
-    assert torch.equal(found[-1], rows[0].tensors[WORDS])
+    assert torch.equal(found[-1], rows[0].weights[WORDS])
 
 
 def test_an_error_without_a_text_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

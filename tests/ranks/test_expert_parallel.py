@@ -29,6 +29,7 @@ from divided_experts import (
     train_stock,
 )
 from engines import resolved
+from equal_tensors import assert_same_tensors
 from expert_models import expert_model
 from torch import nn
 from trained_nodes import part_numel, quiet_bytes
@@ -119,13 +120,13 @@ def test_ranks_that_kept_their_outputs_serve_a_recomputation(
 
     trained = run_ranks(num_ranks, train, num_local=num_local)
     assert [call.layer for call in served] == [3, 2, 1, 0] * NUM_STEPS and all(call.is_repeat for call in served)
-    assert all(torch.equal(trained[0].weights[name], weight) for name, weight in trained[2].weights.items())
+    assert_same_tensors(trained[0].weights, trained[2].weights)
     again = run_ranks(
         num_ranks,
         lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True),
         num_local=num_local,
     )
-    assert all(torch.equal(trained[0].weights[name], weight) for name, weight in again[0].weights.items())
+    assert_same_tensors(trained[0].weights, again[0].weights)
 
 
 def test_bfloat16_experts_train_as_in_one_offloaded_process(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_bfloat16_experts_train_as_in_one_offloaded_process(tmp_path: Path) -> N
     settings: dict[str, Any] = {"dtype": torch.bfloat16}
     alone = train_rank(Links.alone(), tmp_path / "alone", make_model, accumulation=2, **settings)
     for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, **settings)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert_same_tensors(ours.weights, alone.weights)
 
 
 @pytest.mark.covering(1)
@@ -171,7 +172,7 @@ def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -
         return
     trained = run_ranks(num_ranks, lambda links: train_rank(links, tmp_path, make_model))
     for ours in trained[1:]:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+        assert_same_tensors(ours.weights, trained[0].weights)
 
 
 @pytest.mark.covering(0)

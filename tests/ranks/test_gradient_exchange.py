@@ -29,6 +29,7 @@ LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1
 """The number of ranks, and the number of ranks per node."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_ranks", "num_local"), LAYOUTS)
 def test_owners_get_the_sum_in_rank_order_and_all_buffers_are_released(
@@ -83,7 +84,7 @@ def test_no_gradient_is_sent_within_a_node() -> None:
     assert all(sum(sent.values()) == sent["control"] < 20_000 for sent in sent_bytes)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
 def test_a_sum_may_overwrite_the_owners_own_gradient(
     num_ranks: int, num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
     assert all(freed) and len(freed) >= num_ranks - 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
 @pytest.mark.parametrize("lane", ["gradients", "control"])
 def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int, lane: str) -> None:

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import training_ranks
 from async_device import AsyncDevice
 from engines import resolved
 from packed_bases import Base, base_of
 from torch import Tensor
+from training_ranks import assert_same_run, take_steps
 
 import hf_lohan.engine.ranks
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, open_tiers
 from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
 from hf_lohan.ranks import WEIGHTS_INT8, BlockCodec, Links, MeasuredCodec, Ranks
@@ -40,13 +41,10 @@ NF4 = {"method": "nf4", "double": True}
 
 
 @dataclass
-class Trained:
+class Trained(training_ranks.Trained):
     """The results of a rank."""
 
-    layout: OffloadLayout
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    layout: Any = None
     read_bytes: int = 0
     """Bytes that the last step read from the drive."""
     shared_bytes: int = 0
@@ -74,25 +72,26 @@ def train(
     engine = OffloadEngine(base.model, layout, tiers, config, compute_expert=compute_expert)
     stream_experts(engine.experts)
     engine.planned_memory.allocate_copies()
-    found = Trained(layout, shared_bytes=tiers.rank_memory.weights.bytes.numel() if tiers.rank_memory else 0)
-    before = dict(links.sent_bytes)
+    found = Trained(layout=layout, shared_bytes=tiers.rank_memory.weights.bytes.numel() if tiers.rank_memory else 0)
+    before, read = dict(links.sent_bytes), [0, tiers.io.read_bytes]
+
+    def end_step(engine: OffloadEngine, _step: int) -> None:
+        engine.wait_for_updates()
+        links.barrier("a step that is over")
+        read.append(tiers.io.read_bytes)
+
     try:
-        trained = [parameter for parameter in base.model.parameters() if parameter.requires_grad]
-        optimizer = OffloadAdamW(trained, lr=1e-2, weight_decay=0.1, engine=engine)
-        for step in range(NUM_STEPS):
-            read_before = tiers.io.read_bytes
-            for number in range(num_batches):
-                engine.announce_backward(is_final=number == num_batches - 1)
-                loss = base.model(**tiny_batch(seed=1000 * step + rank + number)).loss
-                (loss / num_batches).backward()
-                found.losses.append(loss.detach())
-            if max_norm:
-                found.norms.append(engine.clip_grad_norm(max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.wait_for_updates()
-            links.barrier("a step that is over")
-            found.read_bytes = tiers.io.read_bytes - read_before
+        take_steps(
+            engine,
+            lambda step, number: base.model(**tiny_batch(seed=1000 * step + rank + number)).loss,
+            NUM_STEPS,
+            lr=1e-2,
+            num_micro=num_batches,
+            max_norm=max_norm,
+            after_step=end_step,
+            into=found,
+        )
+        found.read_bytes = read[-1] - read[-2]
         found.sent = {channel: links.sent_bytes[channel] - before[channel] for channel in links.sent_bytes}
         access = engine.parameters
         found.weights = {name: access.read_parameter(name) for name in sorted(access.parts)}
@@ -129,10 +128,7 @@ def check_ranks(
     assert max(num_packed) or any(block.size_class is SizeClass.EXPERT for block in alone.layout.blocks)
     for rank, ours in enumerate(trained):
         assert ours.layout.packs
-        assert all(map(torch.equal, ours.losses, alone.losses[rank::num_ranks]))
-        assert all(map(torch.equal, ours.norms, alone.norms))
-        for name, weight in alone.weights.items():
-            assert torch.equal(ours.weights[name], weight), name
+        assert_same_run(ours, alone, rank, num_ranks)
     return trained, alone
 
 
@@ -208,8 +204,7 @@ def test_each_rank_decodes_its_own_experts(kind: str, tmp_path: Path) -> None:
         experts = [block for block in ours.layout.blocks if block.size_class is SizeClass.EXPERT]
         assert all(block.packed_slices and block.owner is not None for block in experts) and experts
         assert not theirs.layout.packs and theirs.layout.model_blocks.experts
-        assert all(map(torch.equal, ours.losses, theirs.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+        assert_same_run(ours, theirs)
         own = sum(record.num_bytes for record in ours.layout.records if record.kind == "codes")
         assert own < 0.6 * sum(block.codes_bytes for block in ours.layout.blocks)
 
@@ -226,8 +221,7 @@ def test_nodes_keep_packed_layers_and_no_experts_of_others(backward: str, tmp_pa
     expected, found = of_way("world", {"backward": "world"}), of_way("kept", {"backward": backward})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.layout.model_blocks.experts and ours.layout.decided().copy_bytes > 0
-        assert all(map(torch.equal, ours.losses, theirs.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+        assert_same_run(ours, theirs)
 
 
 @pytest.mark.covering(0)
@@ -241,8 +235,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
         return train(links, tmp_path, bases[links.ranks.rank], device=devices[links.ranks.rank])
 
     for rank, ours in enumerate(run_ranks(2, of_rank, delays_seed=seed)):
-        assert all(map(torch.equal, ours.losses, alone.losses[rank::2]))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert_same_run(ours, alone, rank, 2)
 
 
 # Bytes.

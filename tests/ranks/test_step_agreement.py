@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from engines import open_engine, resolved
 from exchanged_gradients import Backwards, RankOfExchange
 from torch import Tensor
+from training_ranks import rank_engine, weights_of
 
 from hf_lohan.absent import gathered_parameters
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, StepAgreement
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
-
-_ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and all threads share torch's generator."""
 
 
 def test_all_ranks_get_the_measurements_of_each() -> None:
@@ -151,23 +146,16 @@ def train_differently(
 
     def run(links: Links) -> list[Tensor]:
         rank = links.ranks.rank
-        with _ONE_GENERATOR:
-            model = tiny_model("llama").train()
-        config = resolved(folder / f"rank-{rank}", cpu_memory="6MiB", gpu_memory="1MiB", activations="recompute")
-        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-        engine = open_engine(model, layout, config, None, links)
-        try:
-            optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+        with rank_engine(links, folder, lambda: tiny_model("llama")) as engine:
+            optimizer = OffloadAdamW(engine.model.parameters(), lr=1e-3, engine=engine)
             for step in range(num_steps):
-                output = model(**tiny_batch(seed=rank + 2 * step), output_hidden_states=True)
+                output = engine.model(**tiny_batch(seed=rank + 2 * step), output_hidden_states=True)
                 (output.loss if uses_head(step) else output.hidden_states[-1].square().mean()).backward()
                 engine.clip_grad_norm(1.0)
                 if between(engine, rank, step):
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=rank != zeroing_rank)
-            return [engine.parameters.read_parameter(name) for name, _ in model.named_parameters()]
-        finally:
-            engine.close()
+            return [*weights_of(engine).values()]
 
     return rank_outcomes(2, run, timeout_s=300.0)
 

@@ -7,59 +7,44 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from async_device import AsyncDevice
 from covering import slow_but
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from equal_tensors import assert_same_tensors
 from torch import Tensor
+from training_ranks import (
+    LR,
+    AfterStep,
+    Trained,
+    assert_same_run,
+    do_nothing,
+    rank_engine,
+    stock_steps,
+    take_steps,
+    weights_of,
+)
 
-from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 NUM_STEPS = 4
-LR = 1e-3
 
 
-class Trained(NamedTuple):
-    """The results of a run."""
-
-    weights: dict[str, Tensor]
-    norms: list[Tensor]
-    losses: list[Tensor]
-
-
-def train_stock(
-    family: str,
-    num_ranks: int,
-    max_norm: float,
-    accumulation: int = 1,
-    after_step: Callable[[Any, int], object] = lambda _model, _step: None,
-) -> Trained:
+def train_stock(family: str, num_ranks: int, max_norm: float, accumulation: int = 1, **options: Any) -> Trained:
     """Train one process in memory with the batches of all ranks."""
     model = tiny_model(family).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-    norms, losses = [], []
-    for step in range(NUM_STEPS):
-        for rank in range(num_ranks):
-            for micro in range(accumulation):
-                loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
-                (loss / accumulation / num_ranks).backward()
-                losses.append(loss.detach())
-        if max_norm:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        after_step(model, step)
-    return Trained({name: weight.detach() for name, weight in model.named_parameters()}, norms, losses)
+
+    def loss_of(step: int, rank: int, micro: int) -> Tensor:
+        return model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
+
+    return stock_steps(model, loss_of, NUM_STEPS, num_ranks, num_micro=accumulation, max_norm=max_norm, **options)[0]
 
 
 def seed_of(step: int, rank: int, micro: int = 0) -> int:
@@ -74,9 +59,8 @@ def train_rank(
     accumulation: int = 1,
     *,
     num_batches: int = 1,
-    dtype: torch.dtype = torch.float32,
-    device: Device | None = None,
-    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    is_joint: bool = False,
+    after_step: AfterStep = do_nothing,
     spoils: Callable[[int, int], bool] = lambda _step, _rank: False,
     chunk_tokens: int | None = None,
     **settings: Any,
@@ -84,37 +68,24 @@ def train_rank(
     """Train one rank of several with an engine, or a single rank with the batches of `num_batches` ranks. `spoils(step,
     rank)`: whether the loss of a rank is not finite in a step.
     """
-    rank = links.ranks.rank
-    with ONE_GENERATOR:
-        model = tiny_model(family).train()
-    config = resolved(folder / f"rank-{rank}", **{**RANK_SETTINGS, **settings})
-    holds = max_norm > 0 or accumulation * num_batches > 1
-    layout = lay_out(model, config, working_dtype=dtype, hold_gradients=holds, ranks=links.ranks)
-    engine = open_engine(model, layout, config, device, links)
-    if chunk_tokens is not None:
-        layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
-        run_layers_in_chunks(model, engine.activations, layers).cut(chunk_tokens)
-    try:
-        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
-        norms, losses = [], []
-        for step in range(NUM_STEPS):
-            for batch in range(accumulation * num_batches):
-                engine.announce_backward(is_final=batch == accumulation * num_batches - 1)
-                seed = seed_of(step, rank + batch // accumulation, batch % accumulation)
-                loss = model(**tiny_batch(seed=seed)).loss
-                if spoils(step, rank + batch // accumulation):
-                    loss = loss * float("nan")
-                (loss / accumulation / num_batches).backward()
-                losses.append(loss.detach())
-            if max_norm:
-                norms.append(engine.clip_grad_norm(max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            after_step(engine, step)
-        weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
-        return Trained(weights, norms, losses)
-    finally:
-        engine.close()
+    num_micro = accumulation * num_batches
+    holds = max_norm > 0 or num_micro > 1
+    with rank_engine(links, folder, lambda: tiny_model(family), hold_gradients=holds, **settings) as engine:
+        model = engine.model
+        if chunk_tokens is not None:
+            layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+            run_layers_in_chunks(model, engine.activations, layers).cut(chunk_tokens)
+
+        def loss_of(step: int, micro: int) -> Tensor:
+            rank = links.ranks.rank + micro // accumulation
+            loss = model(**tiny_batch(seed=seed_of(step, rank, micro % accumulation))).loss
+            return loss * float("nan") if spoils(step, rank) else loss
+
+        found = take_steps(
+            engine, loss_of, NUM_STEPS, num_micro=num_micro, max_norm=max_norm, is_joint=is_joint, after_step=after_step
+        )
+        found.weights = weights_of(engine)
+        return found
 
 
 @pytest.mark.covering(1)
@@ -132,20 +103,19 @@ def test_four_ranks_train_as_one_process(family: str, tmp_path: Path) -> None:
 
 def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
     """`DistributedDataParallel` does the same."""
-    expected = train_nodes("llama", nodes=[[0], [1]], max_norm=0.5, accumulation=2)
-    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, accumulation=2))
-    for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
+    expected = train_stock("llama", 2, 0.5, 2, ranks_per_sum=1)
+    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, accumulation=2))):
+        assert_same_tensors(ours.weights, expected.weights)
+        assert ours.losses[-2:] == expected.losses[-4:][2 * rank :][:2]
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [2, 1])
 def test_nodes_sum_the_gradients_of_their_ranks_before_they_send_them(num_local: int, tmp_path: Path) -> None:
-    nodes = [list(range(first, first + num_local)) for first in range(0, 2 * num_local, num_local)]
-    expected = train_nodes("llama", nodes=nodes, max_norm=0.5)
-    trained = run_ranks(2 * num_local, lambda links: train_rank(links, tmp_path, "llama", 0.5), num_local=num_local)
-    for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
+    expected = train_stock("llama", 2 * num_local, 0.5, ranks_per_sum=num_local)
+    train = lambda links: train_rank(links, tmp_path, "llama", 0.5)  # noqa: E731
+    for rank, ours in enumerate(run_ranks(2 * num_local, train, num_local=num_local)):
+        assert_same_run(ours, expected, rank, 2 * num_local)
 
 
 def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
@@ -153,7 +123,7 @@ def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
     stock = train_stock("llama", 3, 0.5)
     trained = run_ranks(3, lambda links: train_rank(links, tmp_path, "llama", 0.5))
     for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+        assert_same_tensors(ours.weights, trained[0].weights)
         for name, weight in stock.weights.items():
             assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * NUM_STEPS
 
@@ -162,18 +132,16 @@ def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
 def test_bfloat16_ranks_sum_in_float32_as_one_offloaded_process(family: str, rounds: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": rounds}
     alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
-    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
-        assert all(map(torch.equal, ours.norms, alone.norms))
+    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings))):
+        assert_same_run(ours, alone, rank, 2)
 
 
 def test_two_ranks_in_chunks_equal_one_process_in_chunks(tmp_path: Path) -> None:
     alone = train_rank(Links.alone(), tmp_path / "alone", "llama", 0.5, num_batches=2, chunk_tokens=6)
     whole = train_rank(Links.alone(), tmp_path / "whole", "llama", 0.5, num_batches=2)
     assert any(not torch.equal(alone.weights[name], weight) for name, weight in whole.weights.items()), "not cut"
-    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, chunk_tokens=6)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
-        assert all(map(torch.equal, ours.norms, alone.norms))
+    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, chunk_tokens=6))):
+        assert_same_run(ours, alone, rank, 2)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
@@ -187,8 +155,8 @@ def test_guesses_of_the_norm_of_all_ranks_are_right_or_undone(max_norm: float, t
     trained = run_ranks(
         2, lambda links: train_rank(links, tmp_path, "llama", max_norm, _clip="speculate", after_step=note)
     )
-    for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+    for rank, ours in enumerate(trained):
+        assert_same_run(ours, stock, rank, 2)
     assert ("accepted" if max_norm == 100.0 else "redone") in applied
 
 
@@ -214,7 +182,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_pa
     )
     assert sum(skipped) == 2
     for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert_same_tensors(ours.weights, alone.weights)
 
 
 @pytest.mark.parametrize("trains", [(True, False), (False, False)])
@@ -224,24 +192,17 @@ def test_a_step_trains_the_weights_that_have_a_gradient_on_any_rank(trains: Sequ
         return output.loss if trains[rank] else output.hidden_states[-1].mean()
 
     def only_the_head_trains() -> Any:
-        with ONE_GENERATOR:
-            model = tiny_model("llama").train()
+        model = tiny_model("llama").train()
         model.model.requires_grad_(False)
         model.enable_input_require_grads()
         return model
 
     def train(links: Links) -> Tensor:
-        rank, model = links.ranks.rank, only_the_head_trains()
-        config = resolved(tmp_path / f"rank-{rank}", **RANK_SETTINGS)
-        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-        engine = open_engine(model, layout, config, links=links)
-        try:
-            optimizer = OffloadAdamW(model.lm_head.parameters(), lr=LR, engine=engine)
-            loss_of(model, rank).backward()
+        with rank_engine(links, tmp_path, only_the_head_trains) as engine:
+            optimizer = OffloadAdamW(engine.model.lm_head.parameters(), lr=LR, engine=engine)
+            loss_of(engine.model, links.ranks.rank).backward()
             optimizer.step()
             return engine.parameters.read_parameter("lm_head.weight")
-        finally:
-            engine.close()
 
     if not any(trains):
         outcomes = rank_outcomes(2, train)
@@ -260,8 +221,9 @@ def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
         with torch.no_grad():
             engine.model(**tiny_batch(seed=7 + step))
 
-    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate))
+    for rank, ours in enumerate(trained):
+        assert_same_run(ours, stock, rank, 2)
 
 
 @pytest.mark.covering(0)
@@ -278,9 +240,8 @@ def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: P
             links, tmp_path, "llama", max_norm, after_step=lambda engine, step: freeze(engine.model, step)
         ),
     )
-    for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
+    for rank, ours in enumerate(trained):
+        assert_same_run(ours, stock, rank, 2)
 
 
 @pytest.mark.covering(0)
@@ -337,37 +298,12 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, max_norm: float, tmp_p
     def train(links: Links) -> Trained:
         return train_rank(links, tmp_path, "llama", max_norm, device=devices[links.ranks.rank])
 
-    for ours in run_ranks(2, train, delays_seed=seed):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
+    for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
+        assert_same_run(ours, stock, rank, 2)
 
 
 def check_against_stock(num_ranks: int, family: str, max_norm: float, folder: Path) -> None:
     stock = train_stock(family, num_ranks, max_norm)
     trained = run_ranks(num_ranks, lambda links: train_rank(links, folder, family, max_norm))
     for rank, ours in enumerate(trained):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
-        assert all(map(torch.equal, ours.losses, stock.losses[rank::num_ranks]))
-
-
-def train_nodes(family: str, nodes: list[list[int]], max_norm: float, accumulation: int = 1) -> dict[str, Tensor]:
-    """Train one process that sums the gradients of each node, and then these sums."""
-    model = tiny_model(family).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-    num_ranks = sum(map(len, nodes))
-    for step in range(NUM_STEPS):
-        sums: list[list[Tensor]] = []
-        for node in nodes:
-            for rank in node:
-                for micro in range(accumulation):
-                    loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
-                    (loss / accumulation / num_ranks).backward()
-            sums.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-            model.zero_grad()
-        for parameter, *gradients in zip(model.parameters(), *sums, strict=True):
-            parameter.grad = sum(gradients[1:], gradients[0])
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: weight.detach() for name, weight in model.named_parameters()}
+        assert_same_run(ours, stock, rank, num_ranks)

@@ -10,6 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits, in which 0.0 differs from -0.0."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
 def assert_same_tensors(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Check that names are equal, and tensors to the bit."""
     assert ours.keys() == expected.keys()

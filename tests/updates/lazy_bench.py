@@ -129,6 +129,10 @@ class LazyBench:
             arrived.landing[start:stop].zero_()
         return arrived
 
+    def step(self, touched: Collection[int], seed: int, clip_coefficient: float = 1.0, *, commits: bool = True) -> None:
+        self.backward(touched, seed)
+        self.finish_step(clip_coefficient, commits=commits)
+
     def finish_step(self, clip_coefficient: float = 1.0, *, commits: bool = True) -> None:
         self.pipeline.wait_for_norms()
         group = self.group

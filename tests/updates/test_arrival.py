@@ -68,17 +68,30 @@ def test_other_hyperparameters_or_another_step_count_begin_a_segment() -> None:
 # Arrival and norms.
 
 
+def arrivals_at(block: Block, buffers: BufferPool, **changes: Any) -> GradientArrivals:
+    pipeline: dict[str, Any] = {
+        "measure_gradient": lambda part, gradient: None,
+        "holds_gradients": True,
+        "has_gradients": False,
+        "count_backward": lambda: 1,
+        "wait_for_ranks": nullcontext,
+        "held_back": lambda arrived: [],
+    }
+    return GradientArrivals(
+        CpuDevice(),
+        buffers,
+        block.cut(CHUNK_NUMEL),
+        SimpleNamespace(**pipeline | changes),  # type: ignore[arg-type]
+    )
+
+
 def arrivals_for(block: Block, submitted: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
-    pipeline: Any = SimpleNamespace(
+    return arrivals_at(
+        block,
+        buffers,
         measure_gradient=GradientNorms(block.slices).set_first,
-        holds_gradients=True,
-        has_gradients=False,
-        count_backward=lambda: 1,
-        wait_for_ranks=nullcontext,
-        held_back=lambda arrived: [],
         submit=lambda arrived, **_options: submitted.append(arrived),
     )
-    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), pipeline)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,18 +148,13 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
     block, _ = block_of(64)
     submitted: list[tuple[bool, Any]] = []
     slots: Any = SimpleNamespace(borrow_slot=lambda block: f"slot of {block.name}")
-    pipeline: Any = SimpleNamespace(
-        measure_gradient=lambda part, gradient: None,
-        holds_gradients=True,
-        has_gradients=False,
-        count_backward=lambda: 1,
-        wait_for_ranks=nullcontext,
-        held_back=lambda arrived: [],
+    arrivals = arrivals_at(
+        block,
+        pool("gradients", 2),
         updates_in_backward=updates_in_backward,
         updates_chunk=lambda chunk: owns,
         submit=lambda arrived, *, is_final, borrowed: submitted.append((is_final, borrowed)),
     )
-    arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)
     arrivals.begin_backward(BackwardContext(is_final=is_final, slots=slots))
     arrivals.send_gradient(block.slices[0], torch.ones(64))
     arrivals.send_gradient(block.slices[0], torch.ones(64), has_more=True)
@@ -156,14 +164,7 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
 
 def test_accumulation_is_refused_if_updates_run_in_backward() -> None:
     block, _ = block_of(64)
-    pipeline: Any = SimpleNamespace(
-        measure_gradient=lambda part, gradient: None,
-        holds_gradients=False,
-        has_gradients=False,
-        count_backward=lambda: 1,
-        wait_for_ranks=nullcontext,
-    )
-    arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)
+    arrivals = arrivals_at(block, pool("gradients", 2), holds_gradients=False)
     arrivals.begin_backward(BackwardContext(is_final=False))
     with pytest.raises(RuntimeError, match="gradients are being accumulated"):
         arrivals.send_gradient(block.slices[0], torch.ones(64))

@@ -85,8 +85,7 @@ def test_steps_are_missed_only_while_enough_experts_get_no_tokens(make: MakeBenc
     were_behind = []
     for step, num_touched in enumerate([most_touched, 0, 0, most_touched, most_touched, most_touched]):
         for bench in (lazy, eager):
-            bench.backward(set(range(num_touched)), step)
-            bench.finish_step(1.0)
+            bench.step(set(range(num_touched)), step, 1.0)
         were_behind.append(bool(lazy.experts_behind()))
     # The share of experts without tokens is 1/n, rises above a half and falls again. Then all experts catch up.
     assert were_behind[:4] == [False, True, True, True] and not were_behind[-1]
@@ -97,8 +96,7 @@ def test_experts_that_miss_a_step_are_neither_read_nor_written(
     make: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
-    bench.backward(ALL, 0)
-    bench.finish_step()
+    bench.step(ALL, 0)
     accessed: list[str] = []
     for name in ("read", "write"):
         method = getattr(bench.store, name)
@@ -108,8 +106,7 @@ def test_experts_that_miss_a_step_are_neither_read_nor_written(
             return method(block, *args, **keywords)
 
         monkeypatch.setattr(bench.store, name, noted)
-    bench.backward({2}, 1)
-    bench.finish_step()
+    bench.step({2}, 1)
     assert set(accessed) == {"expert2"} and bench.experts_behind() == {0, 1, 3}
 
 
@@ -118,8 +115,7 @@ def test_no_expert_is_more_steps_behind_than_allowed(make: MakeBench) -> None:
     experts_behind = []
     for step in range(2 * MOST + 3):
         for bench in (lazy, eager):
-            bench.backward(ALL if step == 0 else {1}, step)
-            bench.finish_step()
+            bench.step(ALL if step == 0 else {1}, step)
         experts_behind.append(max(len(lazy.missed.steps(chunk)) for chunk in lazy.chunks))
     assert experts_behind == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert_equal(lazy, eager)
@@ -129,8 +125,7 @@ def test_experts_that_no_backward_passed_take_no_step(make: MakeBench) -> None:
     lazy, eager = both(make)
     for bench in (lazy, eager):
         for step in range(9):
-            bench.backward(ALL if step == 0 else {0}, step)
-            bench.finish_step()
+            bench.step(ALL if step == 0 else {0}, step)
             for other in range(step % 3):  # steps without these experts
                 bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
                 bench.finish_step(1 / (1 + other))
@@ -145,8 +140,7 @@ def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> Non
     for step in range(3):
         for bench in (lazy, eager):
             bench.group = replace(bench.group, lr=0.3 / (1 + step))
-            bench.backward(ALL if step == 0 else {step}, step)
-            bench.finish_step()
+            bench.step(ALL if step == 0 else {step}, step)
     assert lazy.experts_behind()
     lazy.close()
     again = make(folder=str(MOST), most=0, chunk_numel=chunk_numel)
@@ -155,8 +149,7 @@ def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> Non
     assert_equal(again, eager)
     again.group = eager.group
     for bench in (again, eager):
-        bench.backward((), 9)
-        bench.finish_step()
+        bench.step((), 9)
     assert not again.experts_behind()
     assert_equal(again, eager)
 
@@ -164,12 +157,9 @@ def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> Non
 def test_going_back_to_a_commit_restores_its_missed_steps(make: MakeBench) -> None:
     lazy, eager = both(make)
     for bench in (lazy, eager):
-        bench.backward(ALL, 0)
-        bench.finish_step()
-        bench.backward({1}, 1)
-        bench.finish_step()
-        bench.backward({0}, 2)
-        bench.finish_step(commits=False)
+        bench.step(ALL, 0)
+        bench.step({1}, 1)
+        bench.step({0}, 2, commits=False)
         bench.backward({2}, 3)
         bench.go_back()
     assert lazy.experts_behind() == {0, 2, 3}
@@ -179,10 +169,8 @@ def test_going_back_to_a_commit_restores_its_missed_steps(make: MakeBench) -> No
 def test_reading_writes_no_drafts(make: MakeBench) -> None:
     lazy, eager = both(make, hold_gradients=False)
     for bench in (lazy, eager):
-        bench.backward(ALL, 0)
-        bench.finish_step()
-        bench.backward({1}, 1)
-        bench.finish_step()
+        bench.step(ALL, 0)
+        bench.step({1}, 1)
         bench.states_of(0)
         assert not bench.store.has_drafts
         bench.backward({0, 1}, 2)
@@ -197,10 +185,8 @@ def test_a_step_that_cannot_be_undone_leaves_no_expert_partly_behind(make: MakeB
     """Backward failed after it had updated one chunk of an expert, over drafts of the last step."""
     lazy, eager = both(make, hold_gradients=False)
     for bench in (lazy, eager):
-        bench.backward(ALL, 0)
-        bench.finish_step()
-        bench.backward({1}, 1)
-        bench.finish_step(commits=False)
+        bench.step(ALL, 0)
+        bench.step({1}, 1, commits=False)
         bench.pipeline.wait_for_updates()
         bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
         bench.pipeline.abandon_step()
@@ -214,10 +200,8 @@ def test_a_written_block_catches_up_first(make: MakeBench) -> None:
     lazy, eager = both(make)
     bounce = mapped_empty(1 << 20)
     for bench in (lazy, eager):
-        bench.backward(ALL, 0)
-        bench.finish_step()
-        bench.backward({1}, 1)
-        bench.finish_step()
+        bench.step(ALL, 0)
+        bench.step({1}, 1)
         bench.records.write_unaligned("expert2", "param", 3, torch.ones(40, dtype=torch.bfloat16), bounce)
     assert lazy.experts_behind() == {0, 3}
     assert_equal(lazy, eager)
@@ -233,11 +217,9 @@ def test_single_elements_are_read_up_to_date(make: MakeBench) -> None:
         return out
 
     for bench in (lazy, eager):
-        bench.backward(ALL, 0)
-        bench.finish_step()
+        bench.step(ALL, 0)
         before = read_some(bench)
-        bench.backward({1}, 1)
-        bench.finish_step()
+        bench.step({1}, 1)
     assert torch.equal(read_some(lazy), read_some(eager)) and not torch.equal(read_some(lazy), before)
 
 
