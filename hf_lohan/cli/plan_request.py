@@ -43,6 +43,7 @@ from hf_lohan.planning import (
     plan_step,
     why_not_together,
 )
+from hf_lohan.planning.shared_machine import memory_limit_of
 from hf_lohan.planning.shared_rows import tokens_of_rank
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
@@ -127,6 +128,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
         memory_is_host=memory_is_host,
+        memory_limit_bytes=memory_limit_of(ranks) if hardware is None else None,
     )
     if request.hardware is not None and hardware is not None:
         hardware = _direct_if_asked(hardware, config, request.hardware)

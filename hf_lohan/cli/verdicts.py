@@ -162,9 +162,6 @@ def _container(facts: MachineFacts) -> Check:
     if limit is None or limit >= facts.memory_bytes:
         return Check(name, "none on memory", GOOD)
     value = f"{format_bytes(limit)} of {format_bytes(facts.memory_bytes)} memory"
-    if facts.cpu_memory > limit:
-        advice = f"lower cpu_memory below {format_bytes(limit)} or raise the limit, because the run would be killed"
-        return Check(name, value, BAD, advice)
     advice = "raise the container's memory limit, because with more RAM the drives move fewer bytes"
     return Check(name, value, COULD_BE_BETTER, advice)
 

@@ -331,8 +331,18 @@ class OffloadConfig:
         num_cpus: int,
         default_ssd_path: str,
         memory_is_host: bool = True,
+        memory_limit_bytes: int | None = None,
     ) -> ResolvedConfig:
-        """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto"."""
+        """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto".
+        Raises ConfigError for a `cpu_memory` above ``memory_limit_bytes``, the most that a rank can have; None is no
+        limit."""
+        if memory_limit_bytes is not None and self.cpu_memory != AUTO and self.cpu_memory > memory_limit_bytes:
+            most = ram_of_auto(memory_limit_bytes, memory_is_host=memory_is_host)
+            raise ConfigError(
+                f"cpu_memory: {format_bytes(self.cpu_memory)} is more than the {format_bytes(memory_limit_bytes)} that "
+                f"the container or job allows each rank; set cpu_memory to at most {most} ({format_bytes(most)}) or to "
+                "auto, or raise the limit"
+            )
         free = FreeResources(
             host_memory_bytes=host_memory_bytes,
             device_memory_bytes=device_memory_bytes,

@@ -10,6 +10,11 @@ from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.device_arena import DeviceArena
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
 from hf_lohan.device.gpu_links import GpuLink, LinkKind, links_between_gpus
-from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
+from hf_lohan.device.host_memory import (
+    available_host_memory_bytes,
+    host_memory_limit_bytes,
+    mapped_empty,
+    mapped_file,
+)
 from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
 from hf_lohan.device.lanes import COPY_LANES, Event, Lane, Stamp

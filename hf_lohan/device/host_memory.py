@@ -58,15 +58,19 @@ def available_host_memory_bytes() -> int:
     """Return how much RAM this process may still allocate on the machine, and within the limits of its control groups
     (of a container or of a cluster's job)."""
     available = int(psutil.virtual_memory().available)
-    for folder, limits, used_name, cached_names in _cgroup_folders():
-        used = _read_int(folder / used_name)
-        for limit in (_read_int(folder / name) for name in limits):
-            if limit is not None and used is not None:
-                cached = _cached_bytes(folder / "memory.stat", cached_names)
-                available = min(available, max(0, limit - used + cached))
+    for folder, limit, used_name, cached in _limits():
+        if (used := _read_int(folder / used_name)) is not None:
+            available = min(available, max(0, limit - used + _cached_bytes(folder / "memory.stat", cached)))
     return available
 
 
+def host_memory_limit_bytes() -> int | None:
+    """Return the lowest limit of this process's control groups and their parents; None if there is none."""
+    return min((limit for _, limit, _, _ in _limits() if limit < _NO_LIMIT_BYTES), default=None)
+
+
+_NO_LIMIT_BYTES = 1 << 60
+"""Version 1 of control groups reports a larger number if there is no limit."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _Names = tuple[tuple[str, ...], str, tuple[str, ...]]
@@ -80,9 +84,9 @@ _FORMER_NAMES: _Names = (
 control groups."""
 
 
-def _cgroup_folders() -> Iterator[tuple[Path, tuple[str, ...], str, tuple[str, ...]]]:
-    """Yield the folder of each control group of memory that this process is in, with the names of its files. A
-    container may show its own group as the root."""
+def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
+    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
+    of the use and of cached files. A container may show its own group as the root."""
     try:
         lines = _OWN_CGROUPS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -91,11 +95,12 @@ def _cgroup_folders() -> Iterator[tuple[Path, tuple[str, ...], str, tuple[str, .
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, names = (_CGROUPS / "memory", _FORMER_NAMES) if controllers else (_CGROUPS, _NAMES)
+        root, (limits, used, cached) = (_CGROUPS / "memory", _FORMER_NAMES) if controllers else (_CGROUPS, _NAMES)
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
-                yield (folder, *names)
+                numbers = (_read_int(folder / name) for name in limits)
+                yield from ((folder, limit, used, cached) for limit in numbers if limit is not None)
 
 
 def _cached_bytes(file: Path, names: Sequence[str]) -> int:

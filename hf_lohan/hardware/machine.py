@@ -13,32 +13,29 @@ from pathlib import Path
 import psutil
 
 from hf_lohan.config import ResolvedConfig
-from hf_lohan.device import Device, GpuLink, LinkKind, available_host_memory_bytes, links_between_gpus
+from hf_lohan.device import (
+    Device,
+    GpuLink,
+    LinkKind,
+    available_host_memory_bytes,
+    host_memory_limit_bytes,
+    links_between_gpus,
+)
 from hf_lohan.hardware.direct_io import why_no_direct_io
 from hf_lohan.hardware.paths import text_of
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"
-_NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 reports a larger number if there is no limit."""
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Linux's names for bfloat16 units of Intel, of Intel and AMD, and of Arm."""
 _SAMPLE_INTERVAL_S = 0.05
 _PINNED_TRIAL_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """Limits of a container. None is no limit."""
-
-    memory_bytes: int | None
-    num_cpus: float | None
-    """CPU seconds per second, which may be less than the number of visible CPUs."""
-
-
-def container_limits(root: str = _ROOT, membership: str | None = None) -> ContainerLimits:
-    """Return the lowest limits of this process's control groups and their parents, of cgroup v1 and v2.
+def cpu_quota(root: str = _ROOT, membership: str | None = None) -> float | None:
+    """Return CPU seconds per second, which may be less than the number of visible CPUs: the lowest limit of this
+    process's control groups and their parents, of cgroup v1 and v2. None is no limit.
 
     `root` is their mount point and `membership` the text of /proc/self/cgroup.
     """
@@ -48,16 +45,10 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    of_memory, of_cpu = f"{root}/memory", f"{root}/cpu"
-    limits = [_bytes(folder, "memory.max") for folder in _upwards(root, paths[""])]
-    limits += [_bytes(folder, "memory.limit_in_bytes") for folder in _upwards(of_memory, paths.get("memory", "/"))]
     quotas = [_quota(folder, "cpu.max") for folder in _upwards(root, paths[""])]
     in_two_files = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-    quotas += [_quota(folder, *in_two_files) for folder in _upwards(of_cpu, paths.get("cpu", "/"))]
-    return ContainerLimits(
-        min((limit for limit in limits if limit is not None), default=None),
-        min((quota for quota in quotas if quota is not None), default=None),
-    )
+    quotas += [_quota(folder, *in_two_files) for folder in _upwards(f"{root}/cpu", paths.get("cpu", "/"))]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _upwards(root: str, path: str) -> Iterator[str]:
@@ -67,12 +58,6 @@ def _upwards(root: str, path: str) -> Iterator[str]:
         if path.strip("/") == "" or path == os.path.dirname(path):
             return
         path = os.path.dirname(path)
-
-
-def _bytes(folder: str, name: str) -> int | None:
-    words = text_of(Path(folder, name)).split()
-    limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES
-    return limit if limit < _NO_LIMIT_BYTES else None
 
 
 def _quota(folder: str, *names: str) -> float | None:
@@ -138,7 +123,6 @@ class MachineFacts:
 
 def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
     """Collect the facts in a short time. ``config`` must be resolved."""
-    limits = container_limits()
     problem, rates = why_no_direct_io(device, [ssd.path for ssd in config.ssd])
     return MachineFacts(
         device_type=device.torch_device.type,
@@ -150,14 +134,14 @@ def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
         gpudirect_rates=rates,
         bf16_units=bf16_units(),
         usable_cpus=usable_cpus(),
-        cpu_quota=limits.num_cpus,
+        cpu_quota=cpu_quota(),
         cpu_threads=config.cpu_threads,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         load=os.getloadavg()[0],
         is_wsl="microsoft" in platform.uname().release.lower(),
         memory_bytes=int(psutil.virtual_memory().total),
         available_memory_bytes=available_host_memory_bytes(),
-        memory_limit_bytes=limits.memory_bytes,
+        memory_limit_bytes=host_memory_limit_bytes(),
         cpu_memory=config.cpu_memory,
     )
 

@@ -52,7 +52,7 @@ from hf_lohan.planning.kept_weights import (
     lent_expert_bytes,
     message_bytes,
 )
-from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
+from hf_lohan.planning.shared_machine import Share, memory_limit_of, rank_paths, share_of_machine, whole_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
 from hf_lohan.wording import format_bytes
@@ -402,6 +402,7 @@ def resolved_here(
         num_cpus=share.num_cpus,
         default_ssd_path=str(default_ssd_path),
         memory_is_host=device.memory_is_host or device.is_integrated,
+        memory_limit_bytes=memory_limit_of(links.ranks),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
-from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.device import Device, available_host_memory_bytes, host_memory_limit_bytes
 from hf_lohan.files.directories import free_bytes, occupied_bytes
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store import DATA_NAMES
@@ -92,6 +92,12 @@ def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
 def whole_machine(device: Device) -> Share:
     """Return the share of a single rank."""
     return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus())
+
+
+def memory_limit_of(ranks: Ranks) -> int | None:
+    """Return the most host memory that the limits of this machine's control groups leave each of its ranks."""
+    limit = host_memory_limit_bytes()
+    return None if limit is None else limit // ranks.num_local
 
 
 def share_of_machine(

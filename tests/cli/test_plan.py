@@ -21,6 +21,7 @@ from hf_lohan.cli.plan_request import PlanRequest
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile
+from hf_lohan.planning import shared_machine
 from hf_lohan.testing.models import tiny_config
 from hf_lohan.wording import drive_bytes
 
@@ -130,6 +131,17 @@ def test_options_change_the_plan(model_of_4_layers: str, tmp_path: Path) -> None
     values = planned(model_of_4_layers, "--hardware", PAPER, "--offload", offload)
     assert sum(values["tier_bytes"]["cpu"].values()) <= 100e9
     assert values["durability"] == "checkpoint"
+
+
+def test_the_limit_of_a_container_is_for_plans_of_this_machine(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_machine, "host_memory_limit_bytes", lambda: 1 << 30)
+    offload = tmp_path / "offload.yaml"
+    offload.write_text("cpu_memory: 4GiB\n")
+    assert plan(tiny, "--hardware", PAPER, "--offload", offload, batch_size=1, seq_len=16).exit_code == 0
+    refused = plan(tiny, "--offload", offload, batch_size=1, seq_len=16)
+    assert "cpu_memory: 4 GiB is more than the 1 GiB" in refused.stderr
 
 
 def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lohan.device import CpuDevice, available_host_memory_bytes, host_memory, mapped_empty, mapped_file
+from hf_lohan.device import (
+    CpuDevice,
+    available_host_memory_bytes,
+    host_memory,
+    host_memory_limit_bytes,
+    mapped_empty,
+    mapped_file,
+)
 from hf_lohan.hardware import anonymous_memory_bytes
 
 
@@ -64,8 +71,10 @@ def test_the_limits_of_all_control_groups_count(version: int, tmp_path: Path, mo
     assert available_host_memory_bytes() > 1 << 20  # the files do not exist yet
     limit(own, 1 << 62 if former else "max", 700)
     assert available_host_memory_bytes() > 1 << 20
+    assert host_memory_limit_bytes() is None
     limit(own, 1000, 700)
     assert available_host_memory_bytes() == 300
+    assert host_memory_limit_bytes() == 1000
     limit(own.parent, 1000, 900)
     assert available_host_memory_bytes() == 100
     (own.parent / "memory.stat").write_text(
@@ -74,6 +83,8 @@ def test_the_limits_of_all_control_groups_count(version: int, tmp_path: Path, mo
     assert available_host_memory_bytes() == 150
     limit(own, 1000, 1200)
     assert available_host_memory_bytes() == 0
+    limit(own.parent, 800, 900)
+    assert host_memory_limit_bytes() == 800
 
 
 def test_the_callback_runs_after_the_last_reference_is_gone() -> None:

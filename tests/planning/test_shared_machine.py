@@ -58,6 +58,18 @@ def test_numbers_apply_to_each_rank(tmp_path: Path) -> None:
         assert (config.cpu_memory, config.cpu_threads, config.ssd[0].capacity) == (100 * MIB, 3, 50 * MIB)
 
 
+def test_cpu_memory_above_the_limit_of_a_container_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_machine, "host_memory_limit_bytes", lambda: 300 * MIB)
+    for settings, num_ranks in (({"cpu_memory": "301MiB"}, 1), ({"cpu_memory": 200 * MIB}, 2)):
+        with pytest.raises(
+            ConfigError, match=r"cpu_memory: \d+ MiB is more than the \d+ MiB that .* at most (\d+)"
+        ) as why:
+            resolved(settings, tmp_path, num_ranks)
+        advised = int(str(why.value).split("at most ")[1].split()[0])
+        assert resolved({"cpu_memory": advised}, tmp_path, num_ranks)[0].cpu_memory == advised
+    assert resolved({"cpu_memory": "300MiB"}, tmp_path, 1)[0].cpu_memory == 300 * MIB
+
+
 def test_paths_may_name_a_drive_for_each_rank(tmp_path: Path) -> None:
     settings = {"ssd": [str(tmp_path / "nvme{local_rank}" / "box{node}"), str(tmp_path / "both")]}
     paths = [[ssd.path for ssd in config.ssd] for config in resolved(settings, tmp_path, 4, 2)]
