@@ -317,7 +317,7 @@ _ACTIONS = st.lists(
 
 @given(actions=_ACTIONS)
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_any_mixture_of_reads_writes_and_steps_is_exact(
     actions: list[tuple[str, str, str | None]], build_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory

@@ -38,27 +38,18 @@ def run(*arguments: object, environment: dict[str, str] | None = None) -> dict[s
     return result
 
 
-@pytest.fixture(scope="module")
-def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """55 million parameters in 56 small layers."""
-    folder = tmp_path_factory.mktemp("deep")
-    model = tiny_model("llama", num_layers=56, hidden_size=256, intermediate_size=1024)
+def save_deep(folder: Path, hidden_size: int) -> Path:
+    """Save a model of 56 small layers."""
+    model = tiny_model("llama", num_layers=56, hidden_size=hidden_size, intermediate_size=4 * hidden_size)
     model.save_pretrained(folder, max_shard_size="40MB")
     return folder
 
 
-@pytest.fixture(scope="module")
-def thin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """56 layers with a quarter of those parameters, so that activations dominate."""
-    folder = tmp_path_factory.mktemp("thin")
-    tiny_model("llama", num_layers=56, hidden_size=128, intermediate_size=512).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("max_grad_norm", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_state_twenty_times_the_budgets(max_grad_norm: float, deep_checkpoint: Path, tmp_path: Path) -> None:
-    cpu_bytes, gpu_bytes = 18 * MIB, 10 * MIB
-    result = run("train", deep_checkpoint, tmp_path, cpu_bytes, gpu_bytes, max_grad_norm)
+def test_state_twenty_times_the_budgets(max_grad_norm: float, tmp_path: Path) -> None:
+    cpu_bytes, gpu_bytes = 11 * MIB, 6 * MIB
+    checkpoint = save_deep(tmp_path / "deep", hidden_size=192)
+    result = run("train", checkpoint, tmp_path, cpu_bytes, gpu_bytes, max_grad_norm)
     assert result["num_parameters"] * STATE_BYTES_PER_PARAMETER > 20 * (cpu_bytes + gpu_bytes)
     assert result["peak_cpu_pool_bytes"] <= result["cpu_pool_bytes"] <= result["cpu_bytes"] <= cpu_bytes
     assert result["peak_gpu_pool_bytes"] <= result["gpu_pool_bytes"] <= gpu_bytes
@@ -73,11 +64,12 @@ def test_state_twenty_times_the_budgets(max_grad_norm: float, deep_checkpoint: P
 
 
 @pytest.mark.slow
-def test_activations_five_times_the_budgets(thin_checkpoint: Path, tmp_path: Path) -> None:
-    """Activations of two layers are on the device at a time. The others wait on the SSD."""
+def test_activations_five_times_the_budgets(tmp_path: Path) -> None:
+    """Layers are thin, so that activations dominate. Those of two are on the device at a time. The others wait on the
+    SSD."""
     cpu_bytes, gpu_bytes = 24 * MIB, 12 * MIB
-    shape = (4, 160)
-    arguments = ("train", thin_checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
+    checkpoint, shape = save_deep(tmp_path / "thin", hidden_size=128), (4, 160)
+    arguments = ("train", checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
     result = run(*arguments, environment=RETURN_FREED_MEMORY)
     print(result)
     bytes_per_step = result["swapped_bytes"] / (NUM_STEPS - 1)  # the first step recomputes
@@ -90,8 +82,9 @@ def test_activations_five_times_the_budgets(thin_checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(deep_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(tmp_path: Path) -> None:
     cpu_bytes, gpu_bytes = 40 * MIB, 20 * MIB
+    deep_checkpoint = save_deep(tmp_path / "deep", hidden_size=256)
     checkpoint_bytes = sum(path.stat().st_size for path in deep_checkpoint.glob("*.safetensors"))
     assert checkpoint_bytes > 5 * cpu_bytes
     result = run("merge", deep_checkpoint, tmp_path, cpu_bytes, gpu_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from covering import slow_but
 from resharded_stores import (
     STORE,
     contents,
@@ -123,7 +124,7 @@ def test_stores_that_went_on_without_a_machine_count_when_it_comes_back(run: Pat
     assert named == {0}, "stores with a later step are not called unneeded"
 
 
-@pytest.mark.parametrize("own_ranks", [1, 2, 3])
+@pytest.mark.parametrize("own_ranks", slow_but((1, 2), (1, 2, 3)))
 def test_stores_of_older_versions_open(own_ranks: int, run: Path) -> None:
     """Their folders name no generation. That of a single rank's store is the ssd path."""
     store = run / STORE

@@ -229,18 +229,30 @@ def test_a_run_resumes_from_the_stores_of_two_ranks(
     )
 
 
-def streamed_runs(folder: Path) -> tuple[dict[str, str], Any]:
-    """Train a model from a path for three steps in `run`. Returns the path, and what four steps in `straight` give."""
+Streamed = tuple[dict[str, str], Any]
+
+
+@pytest.fixture(scope="module")
+def streamed_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Streamed]:
+    """A run of three steps over a model from a path, the path, and what four steps give."""
+    folder = tmp_path_factory.mktemp("streamed")
     tiny_model("llama").save_pretrained(folder / "model")
     path = {"model": str(folder / "model")}
     straight = train(folder / "straight", 4, **path)
     train(folder / "run", 3, **path)
-    return path, straight
+    return folder / "run", (path, straight)
 
 
-def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> None:
+@pytest.fixture
+def streamed(streamed_runs: tuple[Path, Streamed], tmp_path: Path) -> Streamed:
+    """The path and the outcome of the run, which is copied to `run`."""
+    shutil.copytree(streamed_runs[0], tmp_path / "run")
+    return streamed_runs[1]
+
+
+def test_a_model_that_is_streamed_from_a_path_resumes_too(streamed: Streamed, tmp_path: Path) -> None:
     """Its store is opened before `train` says that the run resumes."""
-    path, straight = streamed_runs(tmp_path)
+    path, straight = streamed
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     left = contents(store, 2)
@@ -251,9 +263,9 @@ def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> Non
     assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
 
 
-def test_a_streamed_model_replaces_what_a_killed_reshard_has_left(tmp_path: Path) -> None:
+def test_a_streamed_model_replaces_what_a_killed_reshard_has_left(streamed: Streamed, tmp_path: Path) -> None:
     """A copy with a commit, of which another rank had none."""
-    path, straight = streamed_runs(tmp_path)
+    path, straight = streamed
     store = tmp_path / "run" / STORE
     reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
     reshard_to(3, lambda rank: [store])
@@ -266,12 +278,10 @@ def test_a_streamed_model_replaces_what_a_killed_reshard_has_left(tmp_path: Path
 
 
 def test_stores_that_another_process_reshards_meanwhile_are_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    streamed: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either before the run has locked its store, or between loading a model and `train`. The newest generation would
     later replace what the run trains."""
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    train(tmp_path / "run", 3, model=str(tmp_path / "model"))
     store = tmp_path / "run" / STORE
 
     def meanwhile(module: Any, name: str) -> Any:
@@ -294,13 +304,15 @@ def test_stores_that_another_process_reshards_meanwhile_are_not_continued(
         shutil.rmtree(folder)
     with monkeypatch.context() as patch, pytest.raises(ForeignStoreError, match="after the model was loaded; load it"):
         patch.setattr(rank_trainer, "stores_here", meanwhile(rank_trainer, "stores_here"))
-        train(tmp_path / "run", 4, resume="last_step", model=str(tmp_path / "model"))
+        train(tmp_path / "run", 4, resume="last_step", **streamed[0])
     assert find(Links.alone(), [store])[0].num_ranks == 2
 
 
-def test_a_new_store_without_room_for_two_versions_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_store_without_room_for_two_versions_is_named(
+    streamed: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is loaded before `train` finds the old stores, so the new one may have got one version."""
-    path, straight = streamed_runs(tmp_path)
+    path, straight = streamed
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     monkeypatch.setattr("hf_lohan.store.store.fits", lambda *args: False)
