@@ -71,7 +71,7 @@ def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
     trainer.offload_engine.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", slow_but(("mixtral",), ("llama", "mixtral")))
 def test_a_streamed_model_trains_as_one_in_memory(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "start", max_shard_size="200KB")
     streamed = make(family, tmp_path / "a", model=str(tmp_path / "start"), save_strategy="no")
