@@ -117,6 +117,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"optim": "lion_32bit"},
     "three": BY_ARGUMENTS["rmsprop"],
     "rows and columns": BY_ARGUMENTS["adafactor"],
+    "matrices": {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})},
 }
 
 
@@ -149,7 +150,7 @@ def test_an_export_has_the_trained_weights(tmp_path: Path) -> None:
     assert_same_tensors(trained, exported)
 
 
-def user_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+def with_a_scheduler(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "momentum": 0.9}, {"params": vectors, "lr": 0.01}]
@@ -157,27 +158,21 @@ def user_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
-def test_the_callers_optimizer_and_scheduler_equal_stock(tmp_path: Path) -> None:
+def without_one(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+    return torch.optim.SGD(model.parameters(), lr=0.1), None
+
+
+@pytest.mark.parametrize("optimizers", slow_but((with_a_scheduler,), (with_a_scheduler, without_one)))
+def test_the_callers_optimizer_and_scheduler_equal_stock(optimizers: Any, tmp_path: Path) -> None:
+    """Without a scheduler it gets the one of the arguments."""
     stock_model, model = tiny_model("llama"), tiny_model("llama")
-    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS)
-    stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=user_optimizer(stock_model))
+    settings = {"learning_rate": 0.1, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS, **settings)
+    stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=optimizers(stock_model))
     stock.train()
-    ours = trainer_over(tmp_path / "ours", model, optimizers=user_optimizer(model))
+    ours = trainer_over(tmp_path / "ours", model, optimizers=optimizers(model), **settings)
     weights = weights_after(ours)
     assert logged(ours)[2] == logged(stock)[2] and len(set(logged(ours)[2])) > 1
-    assert_same_tensors(weights, dict(stock_model.named_parameters()))
-
-
-@pytest.mark.slow
-def test_an_optimizer_without_a_scheduler_gets_the_one_of_the_arguments(tmp_path: Path) -> None:
-    settings = {"learning_rate": 0.1, "lr_scheduler_type": "linear", "warmup_steps": 2}
-    stock_model, model = tiny_model("llama"), tiny_model("llama")
-    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS, **settings)
-    StockTrainer(
-        stock_model, args, train_dataset=dataset(), optimizers=(torch.optim.SGD(stock_model.parameters(), lr=0.1), None)
-    ).train()
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    weights = weights_after(trainer_over(tmp_path / "ours", model, optimizers=(own, None), **settings))
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
@@ -242,17 +237,3 @@ def test_the_muon_setting_equals_the_muon_class(tmp_path: Path) -> None:
     engine = hf_lohan.engine_of(model)
     assert "Muon(momentum_buffer)" in engine.layout.identity.optimizer
     engine.close()
-
-
-@pytest.mark.slow
-def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})}
-    settings |= {"save_strategy": "steps", "save_steps": 2}
-    undisturbed = weights_after(trainer_over(tmp_path / "undisturbed", **settings))
-    resumed = weights_after(trainer_over(tmp_path / "run", **settings), str(tmp_path / "undisturbed" / "checkpoint-2"))
-    assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
-    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
-    for name, weight in undisturbed.items():
-        assert torch.equal(resumed[name], weight) and torch.equal(exported[name], weight), name
-    with pytest.raises(ForeignStoreError, match=r"of AdamW\(.*\) \+ Muon\(momentum_buffer\), and this run has AdamW"):
-        trainer_over(tmp_path / "run").train()

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from covering import slow_but
-from torch import Tensor
 from trajectories import (
     SMALL_BUDGETS,
     arguments,
@@ -16,7 +14,6 @@ from trajectories import (
     assert_same_tensors,
     dataset,
     finish,
-    logged,
     stored_weights,
 )
 from transformers import AutoModelForCausalLM
@@ -90,53 +87,3 @@ def test_the_best_model_is_loaded_at_the_end(offload: dict[str, str], tmp_path: 
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     assert trainer.evaluate()["eval_loss"] == min(losses)
     trainer.offload_engine.close()
-
-
-def test_bfloat16_weights_keep_exact_masters(tmp_path: Path) -> None:
-    """With `bf16=True`, a weight and its residual together are the float32 master. After each step the master equals
-    AdamW on float32 weights with the gradients of a bfloat16 model.
-    """
-    reference = tiny_model("llama").train()
-    # `.to()` would also convert the rotary buffers, which `from_pretrained` leaves in float32.
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    masters = {name: p.detach().clone() for name, p in tiny_model("llama").named_parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.0, fused=True)
-    trainer = make(
-        "llama", tmp_path, bf16=True, max_grad_norm=0.0, save_strategy="no", weight_decay=0.0,
-        lr_scheduler_type="constant",
-    )  # fmt: skip
-    trainer.train()
-    access = trainer.offload_engine.parameters
-    for name in masters:
-        assert access.read_flat(name, "param").dtype == torch.bfloat16
-    seen: list[float] = logged(trainer)[0]
-    for batch, loss in zip(trainer_batches(tmp_path), seen, strict=True):
-        for name, parameter in reference.named_parameters():
-            parameter.data.copy_(masters[name].detach())
-        reference.zero_grad()
-        output = reference(**batch).loss
-        assert abs(output.item() - loss) < 1e-6
-        output.backward()
-        for name, parameter in reference.named_parameters():
-            masters[name].grad = parameter.grad.float()
-        optimizer.step()
-    for name, master in masters.items():
-        assert torch.equal(access.read_masters(name, 0, master.numel()), master.detach().flatten()), name
-    trainer.offload_engine.close()
-
-
-def trainer_batches(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the batches of a stock Trainer with the same arguments."""
-    from transformers import Trainer
-
-    seen: list[dict[str, Tensor]] = []
-
-    class Recording(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append({key: value.clone() for key, value in inputs.items()})
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    settings = {**SETTINGS, "save_strategy": "no"}
-    Recording(tiny_model("llama"), arguments(folder / "batches", **settings), train_dataset=dataset()).train()
-    return seen

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from architectures import model_with_a_tower
 from trajectories import (
     arguments,
@@ -139,20 +138,6 @@ def test_a_streamed_model_with_updates_in_backward_equals_stock(tmp_path: Path) 
     )
     assert_same_bits(finish(trainer), stock)
     assert not trainer.offload_engine.layout.holds_gradients
-
-
-@pytest.mark.slow
-def test_adapters_train_as_stock(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    settings = {"gradient_accumulation_steps": 4, "max_steps": NUM_STEPS}
-    trajectories = []
-    for trainer_class, offload in ((StockTrainer, {}), (hf_lohan.Trainer, {"offload": VERTICAL})):
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-        model = peft.get_peft_model(tiny_model("llama"), config)
-        args = arguments(tmp_path / trainer_class.__module__, **settings)
-        trajectories.append(finish(trainer_class(model, args, train_dataset=ROWS, **offload)))
-    assert_same_bits(trajectories[1], trajectories[0])
 
 
 class EndsEpoch(TrainerCallback):

@@ -5,11 +5,7 @@ equal one torch process that accumulates the same batches.
 from __future__ import annotations
 
 import logging
-import os
-import re
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +14,8 @@ from typing import Any, cast
 import pytest
 import torch
 from equal_tensors import assert_same_tensors, same_bits
-from rank_processes import RankProcesses
 from torch import Tensor
-from training_ranks import LR, AfterStep, Trained, do_nothing, rank_engine, stock_steps, take_steps, weights_of
+from training_ranks import AfterStep, Trained, do_nothing, rank_engine, stock_steps, take_steps, weights_of
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_lohan.device import BufferPool, CpuDevice
@@ -208,23 +203,6 @@ def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, max_norm)))
 
 
-@pytest.mark.slow
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["alternating", "skipping"])
-def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: float, tmp_path: Path) -> None:
-    """A third is not a float, so the bits differ."""
-    case = CASES[name]
-    branches = [[*of_step, case.branches[step - 1][0]] for step, of_step in enumerate(case.branches)]
-    case = Case(case.make_model, case.make_batch, branches)
-    stock = train_stock(case, 3, max_norm)
-    trained = run_ranks(3, lambda links: train_rank(links, tmp_path, case, max_norm))
-    for ours in trained:
-        assert_same_tensors(ours.weights, trained[0].weights)
-        for name, weight in stock.weights.items():
-            assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * len(branches)
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> None:
@@ -312,34 +290,6 @@ def test_a_rank_that_is_lost_in_such_a_step_is_named(fault: Fault | None, tmp_pa
     outcomes = rank_outcomes(2, run, timeout_s=1.0, faults=[fault] if fault else [])
     assert isinstance(outcomes[0].error, RankFailedError)
     assert "rank 1" in str(outcomes[0].error)
-
-
-def train_and_report(links: Links, report: Callable[[object], None]) -> None:
-    """Train without an end. Report each forward."""
-    folder = Path(os.environ["BRANCHES_FOLDER"])
-    case = Case(tiny_llava, image_batch, [[True, False]] * 10_000)
-    train_rank(links, folder, case, 0.5, in_step=lambda step, rank: report(os.getpid()) if step < 5 else None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_process_ends_soon_after_a_killed_one(killed: int, tmp_path: Path) -> None:
-    ranks = RankProcesses(2, train_and_report, timeout_s=600.0, environment={"BRANCHES_FOLDER": str(tmp_path)})
-    try:
-        for _ in range(5):
-            pids = [ranks.report_of(rank) for rank in range(2)]
-            assert all(isinstance(pid, int) for pid in pids), pids
-        time.sleep(0.3)
-        os.kill(pids[killed], signal.SIGKILL)
-        killed_at_s = time.monotonic()
-        ends = ranks.ends()
-    finally:
-        ranks.close()
-    ended = ends[1 - killed]
-    assert ended is not None
-    assert re.search(rf"rank {killed} \(pid {pids[killed]}, \S+\) ended", ended.error), ended.error
-    assert ended.at_s - killed_at_s < 5.0
 
 
 def test_a_gradient_that_only_others_have_takes_a_buffer_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 
 from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, last_commit
-from hf_lohan.testing.storage_doubles import FlippingBackend
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 pytestmark = pytest.mark.storm
@@ -110,25 +108,6 @@ def test_a_flipped_bit_of_a_committed_record_is_reported(
     assert num_named > 0
 
 
-def test_a_flipped_bit_of_a_manifest_is_refused(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
-    random = Random(2)
-    for path in paths:
-        file = Path(path.path) / "manifest.json"
-        sound = file.read_bytes()
-        for byte in range(len(sound)):
-            flip(file, byte, random)
-            try:
-                store = Store.open(paths, model=MODEL, engine=engine)
-            except ForeignStoreError as error:
-                assert "manifest.json" in str(error) and "\n" not in str(error)
-            else:  # only white space has changed
-                assert json.loads(file.read_bytes()) == json.loads(sound)
-                store.close()
-            file.write_bytes(sound)
-    with Store.open(paths, model=MODEL, engine=engine) as store:
-        assert content_of(store) == content
-
-
 def test_a_flipped_bit_of_a_commit_is_reported(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
     random = Random(3)
     file = Path(paths[0].path) / "commit.safetensors"
@@ -157,24 +136,6 @@ def test_a_flipped_bit_of_the_log_is_reported(paths: list[StorePath], content: C
             committed_log([path.path for path in paths])
         file.write_bytes(sound)
     assert committed_log([path.path for path in paths]) == b"one\ntwo\n"
-
-
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_bit_that_flips_in_transfer_is_detected(
-    paths: list[StorePath], make_engine: EngineFactory, verb: str
-) -> None:
-    record = RECORDS[1]
-    engine = make_engine(FlippingBackend(verb, 2, bit=12345))
-    with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
-        values = aligned(record, record.numel, Random(0))
-        store.write("a", "exp_avg", 0, values).wait()
-        store.commit()
-        out = aligned(record, record.numel)
-        with pytest.raises(CorruptionError, match=r"exp_avg of a is damaged .*records-0\.bin at byte \d+"):
-            store.read("a", "exp_avg", 0, out).wait()
-        if verb == "read":  # the bytes on the disk are right
-            store.read("a", "exp_avg", 0, out).wait()
-            assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
 
 
 def test_a_lost_write_is_detected(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
@@ -229,7 +190,7 @@ def test_all_files_are_private(paths: list[StorePath], content: Content, engine:
         os.umask(old_mask)
 
 
-@pytest.mark.parametrize("name", ["commit.safetensors", "log.jsonl", "records-1.bin", "gradients.bin"])
+@pytest.mark.parametrize("name", ["commit.safetensors", "log.jsonl", "records-0.bin", "records-1.bin", "gradients.bin"])
 def test_foreign_files_are_kept(tmp_path: Path, engine: IoEngine, name: str) -> None:
     for make in (lambda: (tmp_path / name).write_text("precious"), lambda: (tmp_path / name).symlink_to("nowhere")):
         make()

@@ -134,15 +134,6 @@ def test_a_file_system_without_inodes_is_reported(tmp_path: Path, engine: IoEngi
             Store.create([StorePath(str(disk / "store"), 1 << 19)], [record], model=model, engine=engine)
 
 
-def test_free_space_is_checked_before_any_write(small_disk: Path, engine: IoEngine, model: ModelIdentity) -> None:
-    two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
-    for capacity_bytes, limit in ((None, "capacity"), (1 << 30, "free space")):
-        with pytest.raises(CapacityError, match=rf"needs 2,097,152 bytes .* its {limit} is 1,0\d\d,\d+ bytes"):
-            path = StorePath(str(small_disk / "store"), capacity_bytes)
-            Store.create([path], two_mib, model=model, engine=engine)
-    assert not list(small_disk.iterdir())
-
-
 def test_a_disk_that_fills_up_during_creation_is_left_clean(
     small_disk: Path, engine: IoEngine, model: ModelIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:

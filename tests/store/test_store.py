@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from pathlib import Path
 
 import pytest
 import torch
-from store_contents import SCRATCH, EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
+from store_contents import EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorePath
@@ -25,18 +24,6 @@ def test_a_fresh_store_is_zeros_of_the_announced_size(
         assert not read_all(store).any()
         assert store.records == records and store.model == model and store.paths == tuple(paths)
         assert store.has("layers.1", "param") and not store.has("layers.2", "param")
-
-
-def test_files_and_directories_are_private(
-    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
-) -> None:
-    with Store.create(paths, records, model=model, engine=engine) as store:
-        store.scratch(SCRATCH)
-        for path in paths:
-            assert stat.S_IMODE(os.stat(path.path).st_mode) == 0o700
-            assert names(path) == {"records-0.bin", "gradients.bin", "manifest.json", "lock"}
-            for file in Path(path.path).iterdir():
-                assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_store_reopens_with_its_values_and_paths_in_any_order(

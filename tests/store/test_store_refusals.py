@@ -47,15 +47,6 @@ def test_the_store_of_another_model_is_refused_and_survives(
         assert torch.equal(read_all(store), written)
 
 
-def test_foreign_files_are_not_overwritten(
-    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
-) -> None:
-    (tmp_path / "records-0.bin").write_text("precious")
-    with pytest.raises(ForeignStoreError, match=r"holds records-0\.bin but no store"):
-        Store.create([StorePath(str(tmp_path))], records, model=model, engine=engine)
-    assert (tmp_path / "records-0.bin").read_text() == "precious"
-
-
 def test_a_capacity_that_is_too_small_writes_nothing(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:

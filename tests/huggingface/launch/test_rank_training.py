@@ -190,14 +190,6 @@ def test_one_process_resumes_from_a_checkpoint_of_two_ranks(run: Run, folder: Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_from_their_checkpoint(run: Run, folder: Path) -> None:
-    run("stock")
-    run("whole")
-    run("checkpoint")
-    assert_as_stock(folder, "checkpoint")
-
-
-@pytest.mark.slow
 def test_sigterm_to_one_rank_ends_all_after_the_same_step(run: Run, folder: Path) -> None:
     run("stock")
     stderr = run("asked", status=1)

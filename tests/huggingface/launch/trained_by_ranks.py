@@ -229,9 +229,7 @@ def main(folder: Path, what: str) -> None:
     exchanged = Exchanged()
     trainer.add_callback(exchanged)
     checkpoint = str(folder / "run" / "checkpoint-4")
-    resume: Any = {"last_step": "last_step", "after_kill": True, "checkpoint": checkpoint, "alone": checkpoint}.get(
-        what
-    )
+    resume: Any = {"last_step": "last_step", "after_kill": True, "alone": checkpoint}.get(what)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / what))
     if args.process_index == 0:

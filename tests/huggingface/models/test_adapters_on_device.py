@@ -103,7 +103,7 @@ class Interrupts(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(1)
 @DTYPES
 @pytest.mark.parametrize(
     "settings",

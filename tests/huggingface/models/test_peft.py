@@ -82,21 +82,6 @@ def stock(tmp_path: Path) -> StockTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_adapters_train_as_with_the_stock_trainer(max_grad_norm: float, tmp_path: Path) -> None:
-    stock = StockTrainer(adapted(), arguments(tmp_path / "stock", max_grad_norm=max_grad_norm), train_dataset=rows())
-    stock.train()
-    ours = offloaded_trainer(tmp_path / "ours", max_grad_norm=max_grad_norm)
-    ours.train()
-    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (stock, ours)]
-    assert losses[0] == losses[1]
-    found, before = weights_of(ours), dict(adapted().named_parameters())
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(found[name], parameter), name
-        assert torch.equal(found[name], before[name]) == (not parameter.requires_grad), name
-    engine_of(ours).close()
-
-
 def test_only_adapters_have_states(tmp_path: Path) -> None:
     trainer = offloaded_trainer(tmp_path)
     trainer.train()
@@ -128,18 +113,6 @@ def test_adapters_are_saved_as_by_peft(save: str, stock: StockTrainer, tmp_path:
     loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapters").eval()
     with torch.no_grad():
         assert torch.equal(loaded(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
-
-
-def test_a_run_with_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> None:
-    first = offloaded_trainer(tmp_path / "ours", save_strategy="steps", save_steps=2)
-    first.train()
-    engine_of(first).close()
-    second = offloaded_trainer(tmp_path / "ours")
-    second.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    found = weights_of(second)
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(found[name], parameter), name
-    engine_of(second).close()
 
 
 def loss_of(model: Any, part: str = "", seed: int = 0) -> Tensor:
