@@ -50,7 +50,7 @@ for the five years of its warranty."""
 LITTLE_S, LITTLE_BYTES = 0.25, 64 << 20
 """Every step is committed if that lengthens it by less than this time and writes fewer bytes more."""
 AS_FAST = 1.03
-"""A plan that writes less to the drives is better if it takes at most this many times as long."""
+"""A plan that writes less to the drives may take at most this many times as long as the fastest."""
 EQUALLY_FAST = 1 + 1e-9
 """Among plans within this factor of the fastest, the search chooses the plan whose resources are least busy."""
 
@@ -88,7 +88,17 @@ def plan_offload(
     if steps <= 1 or (more_s < LITTLE_S and more_bytes < LITTLE_BYTES and not setup.commit_every_s):
         return each
     rarely = planned(steps)
-    return rarely if setup.commit_every_s or rarely.prediction.step_s <= AS_FAST * each_step.step_s else each
+    return rarely if setup.commit_every_s else (each, rarely)[least_wearing((each, rarely))]
+
+
+def least_wearing(plans: Sequence[OffloadPlan]) -> int:
+    """Return the index of the best of ``plans``. A plan may take longer than the fastest, up to `AS_FAST` times, if it
+    saves a larger share of the bytes that are written to the drives."""
+    steps = [plan.prediction for plan in plans]
+    fast_s = AS_FAST * min(step.step_s for step in steps)
+    fast = (index for index, step in enumerate(steps) if step.step_s <= fast_s)
+    # Of steps that write nothing, the shortest is best.
+    return min(fast, key=lambda index: steps[index].step_s * (1 + max(0, steps[index].ssd_write_bytes_per_step)))
 
 
 def sweep_swapped_bytes(
