@@ -123,7 +123,7 @@ def rank_outcomes(
     gc.collect()  # some threads end with their owner, which a cycle may keep alive
     left = [thread for thread in threading.enumerate() if thread not in before]
     has_failed = any(outcome.error for outcome in outcomes)  # an error's traceback may keep the threads' owner alive
-    until_s = time.monotonic() + (1.0 if has_failed else HANGS_AFTER_S)
+    until_s = time.monotonic() + (0.1 if has_failed else HANGS_AFTER_S)
     for thread in left:
         thread.join(max(0.0, until_s - time.monotonic()))
     left = [thread for thread in left if thread.is_alive()]

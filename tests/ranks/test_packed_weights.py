@@ -14,7 +14,7 @@ from async_device import AsyncDevice
 from engines import resolved
 from packed_bases import Base, base_of
 from torch import Tensor
-from training_ranks import assert_same_run, take_steps
+from training_ranks import assert_same_run, closing, take_steps
 
 import hf_lohan.engine.ranks
 from hf_lohan.device import CpuDevice, Device
@@ -80,7 +80,7 @@ def train(
         links.barrier("a step that is over")
         read.append(tiers.io.read_bytes)
 
-    try:
+    with closing(engine, links):
         take_steps(
             engine,
             lambda step, number: base.model(**tiny_batch(seed=1000 * step + rank + number)).loss,
@@ -96,8 +96,6 @@ def train(
         access = engine.parameters
         found.weights = {name: access.read_parameter(name) for name in sorted(access.parts)}
         return found
-    finally:
-        engine.close()
 
 
 def train_ranks(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from engines import ONE_GENERATOR, resolved
 from torch import Tensor
+from training_ranks import closing
 
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
@@ -81,7 +82,7 @@ class Training:
         if self.decides_before_loads:
             engine.planned_memory.allocate_copies()
         found = Trained(layout.decided(), rank)
-        try:
+        with closing(engine, links):
             optimizer = OffloadAdamW(model.parameters(), lr=self.lr, weight_decay=0.1, engine=engine)
             for step in range(self.num_steps):
                 for number in range(self.num_backwards):
@@ -105,8 +106,6 @@ class Training:
             found.figures = tiers.codecs.figures()
             found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
             return found
-        finally:
-            engine.close()
 
 
 @dataclass

@@ -53,6 +53,18 @@ def assert_same_ranks(ours: list[Any], expected: list[Any]) -> None:
 
 
 @contextmanager
+def closing(engine: OffloadEngine, links: Links) -> Iterator[None]:
+    """Close an engine. If its rank has failed, tell the others first, whom it would otherwise serve for 2 seconds."""
+    try:
+        yield
+    except BaseException as error:
+        links.fail(error)
+        raise
+    finally:
+        engine.close()
+
+
+@contextmanager
 def rank_engine(
     links: Links,
     folder: Path,
@@ -73,10 +85,8 @@ def rank_engine(
     )
     engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
     stream_experts(engine.experts)
-    try:
+    with closing(engine, links):
         yield engine
-    finally:
-        engine.close()
 
 
 def take_steps(

@@ -5,6 +5,7 @@ ranks of each `<what>`, because importing takes most of the time of a launch. Co
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -264,7 +265,7 @@ if __name__ == "__main__":
             for what in launch.split(","):
                 main(folder, what)
             if not is_launched:
-                break
-    else:
-        if not is_launched:
-            (folder / "statuses.json").write_text(json.dumps(statuses))
+                atexit._run_exitfuncs()
+                os._exit(0)  # freeing all that was imported before the fork would copy it
+    if not is_launched:
+        (folder / "statuses.json").write_text(json.dumps(statuses))
