@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -39,15 +40,13 @@ from hf_lohan.cli.plan_ranks import (
 )
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
+from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
     BudgetError,
-    CpuProfile,
-    DeviceProfile,
     HardwareProfile,
     SizeClass,
-    SsdProfile,
     drive_life,
     what_hardware_buys,
 )
@@ -60,14 +59,7 @@ from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes,
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
-_USUAL_MACHINE = HardwareProfile(
-    device=DeviceProfile(flops_per_s=150e12, memory_bytes=1 << 50),
-    cpu=CpuProfile(memory_bytes=1 << 50, optimizer_params_per_s=1.2e9),
-    ssd=(SsdProfile(read_bytes_per_s=6.8e9, write_bytes_per_s=1.6e9, capacity_bytes=1 << 50),),
-    h2d_bytes_per_s=22e9,
-    d2h_bytes_per_s=22e9,
-)
-"""The rates of `configs/hardware/rtx4090_desktop.yaml`, with memory as settings allow."""
+_ANY_BYTES = 1 << 50
 
 
 def run_plan(
@@ -506,12 +498,19 @@ def wear_words(planned: PlannedRun) -> str:
 
 
 def wear_of_answers(model: str, offload: str) -> str:
-    """Return the wear of a run with the settings in a file, on a machine of usual rates."""
+    """Return the wear of a run with the settings in a file, on a machine with the rates of a desktop, and with memory
+    as settings allow."""
     try:
-        planned = plan_run(PlanRequest(model=model, offload=offload), OtherMachine(_USUAL_MACHINE))
+        planned = plan_run(PlanRequest(model=model, offload=offload), OtherMachine(_desktop()))
     except (ValueError, OSError):
         return f"not known, because {model} cannot be planned here"
     return wear_words(planned)
+
+
+def _desktop() -> HardwareProfile:
+    found = read_hardware(Path(__file__).with_name("desktop.yaml"))
+    drive = replace(found.ssd[0], capacity_bytes=_ANY_BYTES, endurance_bytes=None)
+    return replace(found, device=replace(found.device, memory_bytes=_ANY_BYTES), ssd=(drive,))
 
 
 def _commits(planned: PlannedRun) -> Iterable[str]:

@@ -91,8 +91,7 @@ def _of_ram(answer: str, *, on_cpu: bool = False) -> dict[str, Any]:
         return {}
     if _SIZE.fullmatch(answer.strip()) is None:
         raise ConfigError(f"the RAM {answer!r} is not a size; give one such as 64GB, or auto")
-    free_bytes = _bytes_of(answer.strip()) * 9 // 10  # the system and other programs have the rest
-    return {"cpu_memory": _shown(ram_of_auto(free_bytes, memory_is_host=on_cpu))}
+    return {"cpu_memory": _shown(ram_of_auto(_bytes_of(answer.strip()), memory_is_host=on_cpu))}
 
 
 def _of_drives(answer: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.fitting import cpu_memory_advice, device_memory_advice, room_to_hold_bytes
+from hf_lohan.planner.search.plan_search import least_wearing
 from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import profile_together
@@ -373,24 +374,10 @@ def _least_bytes(
     return least_bytes
 
 
-_AS_GOOD = 1.01
-"""Plans within this factor of the shortest step, or of the fewest bytes written, count as equal."""
-
-
 def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
-    """Return the plan that writes the fewest bytes to the drives among those that fit and are about as fast as the
-    fastest. The earliest such plan is preferred. If none fits, return the first plan."""
-    usual, found = found[0], [planned for planned in found if planned.plan.fits]
-    if not found:
-        return usual
-    steps = [planned.plan.prediction for planned in found]
-    fast_s = _AS_GOOD * min(step.step_s for step in steps)
-    few_bytes = _AS_GOOD * max(0, min(step.ssd_write_bytes_per_step for step in steps if step.step_s <= fast_s))
-    return next(
-        planned
-        for planned, step in zip(found, steps, strict=True)
-        if step.step_s <= fast_s and step.ssd_write_bytes_per_step <= few_bytes
-    )
+    """Return the best plan of those that fit. If none fits, return the first plan."""
+    fitting = [planned for planned in found if planned.plan.fits]
+    return fitting[least_wearing([planned.plan for planned in fitting])] if fitting else found[0]
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:

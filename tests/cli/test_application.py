@@ -77,7 +77,7 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
     settings = yaml.safe_load(Path("lohan.yaml").read_text())
     assert settings == {
         "gpu_memory": "19.1GiB",
-        "cpu_memory": "48.9GiB",
+        "cpu_memory": "54.3GiB",
         "ssd": [{"path": "/mnt/a", "capacity": "1.5TB"}, {"path": "/mnt/b"}],
     }
     OffloadConfig.load("lohan.yaml")
@@ -95,7 +95,7 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
 def test_a_machine_without_a_card_computes_in_its_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runner.invoke(app, ["config", "--ask", *FLAGS, "--card", "none"])
-    assert yaml.safe_load(Path("lohan.yaml").read_text())["cpu_memory"] == "34.5GiB"
+    assert yaml.safe_load(Path("lohan.yaml").read_text())["cpu_memory"] == "38.3GiB"
 
 
 def test_the_wear_is_said_of_a_model_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from hf_lohan.planner import (
     plan_offload,
     sweep_swapped_bytes,
 )
+from hf_lohan.planner.search.plan_search import least_wearing
 
 often = settings(max_examples=100)
 ROUNDING = 1 + 1e-8
@@ -297,3 +298,18 @@ def test_a_model_with_94_layers_of_different_operations_is_planned() -> None:
     assert len(plan.activations) == 94
     sweep = sweep_swapped_bytes(replace(model, blocks=blocks), hardware, setup, num_points=5)
     assert plan.prediction.step_s <= min(point.prediction.step_s for point in sweep) * ROUNDING
+
+
+def test_a_plan_may_be_a_little_slower_if_it_writes_much_less() -> None:
+    plan = plan_offload(tiny_model([(600.0, 100)]), machine(), paper_setup())
+
+    def best(*steps: tuple[float, int]) -> int:
+        predictions = [
+            replace(plan.prediction, forward_s=s, backward_s=0.0, ssd_write_bytes_per_step=b) for s, b in steps
+        ]
+        return least_wearing([replace(plan, prediction=one) for one in predictions])
+
+    assert best((1.0, 90), (1.02, 30)) == 1
+    assert best((1.0, 90), (1.04, 30)) == 0, "that is too slow"
+    assert best((1.02, 89), (1.0, 90)) == 1, "a saving of time that is larger than that of bytes"
+    assert best((1.01, 0), (1.0, 0)) == 1

@@ -22,7 +22,8 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, lending_layers
 from hf_lohan.planner.offload_plan import MOST_LOST_S
-from hf_lohan.planner.search.plan_search import COMMIT_FRACTION, LITTLE_S
+from hf_lohan.planner.search import plan_search
+from hf_lohan.planner.search.plan_search import AS_FAST, COMMIT_FRACTION, LITTLE_S
 
 # One layer: P = 100 parameters (200 bytes), 1000 FLOPs in products, 10 elsewhere; input 50 bytes, outputs 100 and 200.
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
@@ -321,6 +322,24 @@ def test_auto_commits_each_step_if_that_costs_nothing() -> None:
     hidden = plan_offload(MODEL, machine(ssd_write_bytes_per_s=1e9), in_ram(commit_every_steps=None))
     nothing_there = plan_offload(MODEL, machine(), in_ram(commit_every_steps=None, record_cpu_bytes=0))
     assert hidden.commit_every_steps == nothing_there.commit_every_steps == 1
+
+
+def test_auto_commits_rarely_if_that_writes_much_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = machine(ssd_write_bytes_per_s=1e9)  # commits take no time
+    setup = in_ram(commit_every_steps=None, commit_every_s=None)
+    step_s = plan_offload(MODEL, drive, setup).prediction.step_s
+    monkeypatch.setattr(plan_search, "LITTLE_BYTES", 1200)
+    for num_steps in (4, 1e9):
+        monkeypatch.setattr(plan_search, "COMMITTED_BYTES_PER_S", 1200 / (num_steps * step_s))
+        plan = plan_offload(MODEL, drive, setup)
+        assert plan.commit_every_steps == min(num_steps, MOST_LOST_S // step_s)
+        assert plan.prediction.step_s == pytest.approx(step_s)
+    # Updates that wait for the norm make a step longer, and rare commits need them.
+    slow = machine(ssd_write_bytes_per_s=1e9, optimizer_params_per_s=1.0)
+    asked = replace(setup, clip="auto")
+    each, rarely = (plan_offload(MODEL, slow, replace(asked, commit_every_steps=steps)) for steps in (1, 0))
+    assert rarely.prediction.step_s > AS_FAST * each.prediction.step_s
+    assert plan_offload(MODEL, slow, asked).commit_every_steps == 1
 
 
 def test_auto_commits_each_step_if_speculation_is_set() -> None:
