@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from training_ranks import rank_engine
 
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, check_equal
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes
@@ -55,16 +54,17 @@ def open_by_ranks(folder: Path, *of_ranks: dict[str, Any]) -> list[str]:
     ``frozen``: the name of the module that it freezes."""
 
     def open_one(links: Links) -> None:
-        own = {"hold_gradients": True, "dtype": torch.float32, "frozen": "", **of_ranks[links.ranks.rank]}
-        with ONE_GENERATOR:
+        own = {"frozen": "", **of_ranks[links.ranks.rank]}
+        frozen = own.pop("frozen")
+
+        def make_model() -> Any:
             model = tiny_model("llama", num_layers=2)
-        if own["frozen"]:
-            model.get_submodule(own["frozen"]).requires_grad_(False)
-        config = resolved(folder / f"rank-{links.ranks.rank}", **RANK_SETTINGS)
-        layout = lay_out(
-            model, config, working_dtype=own["dtype"], hold_gradients=own["hold_gradients"], ranks=links.ranks
-        )
-        open_engine(model, layout, config, None, links).close()
+            if frozen:
+                model.get_submodule(frozen).requires_grad_(False)
+            return model
+
+        with rank_engine(links, folder, make_model, **own):
+            pass
 
     return [str(outcome.error) for outcome in rank_outcomes(len(of_ranks), open_one)]
 

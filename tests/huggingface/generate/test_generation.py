@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 import torch
 from architectures import model_of
 from covering import slow_but
-from engines import open_engine, resolved
 from torch import Tensor
+from training_ranks import rank_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
@@ -29,7 +28,7 @@ from hf_lohan.huggingface.models import recipe
 from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass, cuts
-from hf_lohan.planning import bytes_per_token, lay_out
+from hf_lohan.planning import bytes_per_token
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
@@ -429,22 +428,14 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint_of: Callable[[s
 
 def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any], embedding: str = "whole") -> list[Any]:
     """Return the outcomes of ``call(model, rank)`` on two ranks, which torch does not connect."""
-    one_generator = threading.Lock()
 
     def run(links: Links) -> Any:
         rank = links.ranks.rank
-        with one_generator:
-            model = tiny_model("llama").eval()
-        settings = {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "activations": "recompute", "embedding": embedding}
-        config = resolved(folder / f"rank-{rank}", **settings)
-        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-        engine = open_engine(model, layout, config, None, links)
-        for _ in range(2):  # as for a model that is offloaded again
-            generate_together(model, links, lambda: engine.is_closed)
-        try:
+        with rank_engine(links, folder, lambda: tiny_model("llama"), embedding=embedding) as engine:
+            model = engine.model.eval()
+            for _ in range(2):  # as for a model that is offloaded again
+                generate_together(model, links, lambda: engine.is_closed)
             generated = call(model, rank)
-        finally:
-            engine.close()
         with pytest.raises(RuntimeError, match="engine of this model is closed"):
             generate(model, rank)
         return generated
