@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from engines import open_engine, resolved
+from engines import ONE_GENERATOR
+from torch import Tensor
+from training_ranks import rank_engine, take_steps
 
-from hf_lohan.optim import OffloadAdamW
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.planner import HardwareProfile
-from hf_lohan.planning import StepShape, lay_out, plan_step
+from hf_lohan.planning import StepShape, plan_step
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
@@ -26,66 +27,44 @@ MACHINE = {
     "cpu": {"memory_bytes": "1GB", "optimizer_params_per_s": 1e8},
     "net_bytes_per_s": 1e8,
 }
-_ONE_AT_A_TIME = threading.Lock()
+
+
+def small_model() -> Any:
+    return tiny_model("llama", num_layers=8, hidden_size=128)
+
+
+def bytes_of_last_step(engine: OffloadEngine, links: Links, max_norm: float) -> tuple[int, int]:
+    """Return the bytes that this rank reads and writes in a steady step."""
+    counts = [(0, 0)]
+
+    def count(engine: OffloadEngine, _step: int) -> None:
+        engine.wait_for_updates()
+        links.barrier("a step that is over")
+        counts.append((engine.tiers.io.read_bytes, engine.tiers.io.write_bytes))
+
+    def loss_of(step: int, _micro: int) -> Tensor:
+        return engine.model(**tiny_batch(seed=100 * step + links.ranks.rank)).loss
+
+    take_steps(engine, loss_of, NUM_STEPS, max_norm=max_norm, after_step=count)
+    return counts[-1][0] - counts[-2][0], counts[-1][1] - counts[-2][1]
 
 
 def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, int, int]:
-    """Return the bytes that this rank reads and writes in a steady step, and the size of all weights."""
-    with _ONE_AT_A_TIME:
-        torch.manual_seed(0)
-        model = tiny_model("llama", num_layers=8, hidden_size=128).train()
-    own_folder = folder / f"rank-{links.ranks.rank}-of-{links.ranks.num_ranks}"
-    config = resolved(own_folder, **BUDGETS, activations="recompute")
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=max_norm > 0, ranks=links.ranks)
-    engine = open_engine(model, layout, config, links=links)
-    try:
-        optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
-        read, written = [], []
-        for step in range(NUM_STEPS):
-            model(**tiny_batch(seed=100 * step + links.ranks.rank)).loss.backward()
-            if max_norm:
-                engine.clip_grad_norm(max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.wait_for_updates()
-            links.barrier("a step that is over")
-            read.append(engine.tiers.io.read_bytes)
-            written.append(engine.tiers.io.write_bytes)
-        return read[-1] - read[-2], written[-1] - written[-2], sum(block.param_bytes for block in layout.blocks)
-    finally:
-        engine.close()
+    """Return these bytes, and the size of all weights."""
+    own_folder = folder / f"of-{links.ranks.num_ranks}"
+    with rank_engine(links, own_folder, small_model, hold_gradients=max_norm > 0, **BUDGETS) as engine:
+        return *bytes_of_last_step(engine, links, max_norm), sum(block.param_bytes for block in engine.layout.blocks)
 
 
 def planned_and_read_bytes(links: Links, folder: Path, backward: str) -> tuple[int, int]:
     """Return the bytes that a node of one rank reads in a steady step, by the plan and by its counter."""
-    with _ONE_AT_A_TIME:
-        torch.manual_seed(0)
-        model = tiny_model("llama", num_layers=8, hidden_size=128).train()
-    settings = {**BUDGETS, "cpu_memory": "32MiB", "prefetch_blocks": 1, "activations": "recompute"}
-    config = resolved(
-        folder / f"rank-{links.ranks.rank}",
-        **settings,
-        **{"ranks.collectives": {"forward": "exact", "backward": backward}},
-    )
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False, ranks=links.ranks)
-    with _ONE_AT_A_TIME:
-        hardware = HardwareProfile.from_mapping(MACHINE)
-        step = plan_step(model, layout, config, StepShape(2, 16), measure=hardware).plan.prediction
-    engine = open_engine(model, layout, config, links=links)
-    try:
+    settings = {**BUDGETS, "cpu_memory": "32MiB", "ranks.collectives": {"forward": "exact", "backward": backward}}
+    with rank_engine(links, folder, small_model, hold_gradients=False, **settings) as engine:
+        with ONE_GENERATOR:
+            hardware = HardwareProfile.from_mapping(MACHINE)
+            planned = plan_step(small_model(), engine.layout, engine.config, StepShape(2, 16), measure=hardware)
         engine.planned_memory.allocate_copies()
-        optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
-        read = [0]
-        for number in range(NUM_STEPS):
-            model(**tiny_batch(seed=100 * number + links.ranks.rank)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.wait_for_updates()
-            links.barrier("a step that is over")
-            read.append(engine.tiers.io.read_bytes)
-        return step.ssd_read_bytes_per_step, read[-1] - read[-2]
-    finally:
-        engine.close()
+        return planned.plan.prediction.ssd_read_bytes_per_step, bytes_of_last_step(engine, links, 0.0)[0]
 
 
 @pytest.mark.parametrize("backward", ["ram", "ssd"])
