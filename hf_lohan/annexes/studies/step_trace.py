@@ -381,7 +381,6 @@ def trace_step(
     *,
     batch_size: int,
     sequence_length: int,
-    device: torch.device | str = "cpu",
     fused_attention: bool = False,
     chunked_loss: ChunkedLoss | None = None,
 ) -> StepTrace:
@@ -400,7 +399,7 @@ def trace_step(
     representatives = _representatives(kinds)
     chosen = sorted({near for one in representatives for near in (one - 1, one, one + 1) if 0 <= near < len(kinds)})
     shape = (batch_size, sequence_length)
-    record = partial(_record, model, blocks, layers, shape, torch.device(device), fused_attention, chunked_loss)
+    record = partial(_record, model, blocks, layers, shape, fused_attention, chunked_loss)
     try:
         return _Composition(record(chosen), representatives, list(layers)).run()
     except _DoesNotRepeat:
@@ -413,18 +412,17 @@ def _record(
     blocks: ModelBlocks,
     layers: Mapping[str, nn.Module],
     shape: tuple[int, int],
-    device: torch.device,
     fused_attention: bool,
     chunked_loss: ChunkedLoss | None,
     chosen: Sequence[int],
 ) -> _Recorder:
     """Run forward and backward with the ``chosen`` layers."""
     of_experts = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
-    with on_fake_tensors(model, device) as (fake_mode, tensors), contextlib.ExitStack() as stack:
+    with on_fake_tensors(model, torch.device("cpu")) as (fake_mode, tensors), contextlib.ExitStack() as stack:
         model.train()  # because dropout is part of a step
         weights = {name: tensors[name] for name, _ in model.named_parameters()}
         recorder = _Recorder(fake_mode, tensors)
-        ids = torch.zeros(shape, dtype=torch.long, device=device)
+        ids = torch.zeros(shape, dtype=torch.long)
         stack.enter_context(whole_logits(model))
         chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=recorder.repeat)
         if (chunked_head := chunked_head_of(model, chunked_loss)) is not None:
