@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
@@ -106,9 +107,13 @@ class LayerFrame:
     def swapped(self) -> list[SwappedTensor]:
         return [stored for stored in self.stored if isinstance(stored, SwappedTensor)]
 
-    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the layer's forward and of its recomputation, for torch's `checkpoint`."""
         return _ForwardMode(self), _RecomputeMode(self)
+
+    def contexts_of_whole(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return contexts that see no operations. Nothing but the layer's input is stored."""
+        return _calling(self.begin_forward), _calling(self.begin_backward)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -215,6 +220,12 @@ class LayerFrame:
 
     def begin_backward(self) -> None:
         self._observer.on_backward(self)
+
+
+@contextlib.contextmanager
+def _calling(function: Callable[[], None]) -> Iterator[None]:
+    function()
+    yield
 
 
 class _ForwardMode(TorchDispatchMode):

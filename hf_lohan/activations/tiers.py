@@ -15,7 +15,7 @@ from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.layer_runs.module_state import repeatable
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, num_bytes_of
-from hf_lohan.compat.torch_private import tree_leaves
+from hf_lohan.compat.torch_private import tree_leaves, version_of
 from hf_lohan.device import Device, HostStack
 from hf_lohan.planner import (
     FETCH_AHEAD,
@@ -69,6 +69,8 @@ class ActivationTiers:
         and the function that `run_layer` gets."""
         self.run_whole: dict[nn.Module, Callable[..., Any]] = {}
         """By such a layer, a function that calls a function with arguments, and has the layer run whole meanwhile."""
+        self.compiled: dict[nn.Module, Callable[[Any], Any]] = {}
+        """By compiled layer, a function that returns the compiled form of the function that `run_layer` gets."""
 
     def watch(self) -> Mapping[str, LayerTrace]:
         """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
@@ -102,17 +104,24 @@ class ActivationTiers:
         layer = _layer_of(function)
         if layer is not None and layer in self.runs_in_chunks and self.runs_in_chunks[layer](args, function):
             return function(*args)  # its chunks are run again instead
-        if layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
+        is_compiled = layer in self.compiled
+        if layer is not None and is_compiled:
+            function = self.compiled[layer](function)
+        elif layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
             function = partial(self.run_whole[layer], function)
         name = self._layer_names.get(layer) if layer is not None else None
         if not torch.is_grad_enabled():
             return function(*args)
+        placements = self._placements.get(name, {}) if name is not None else {}
+        trace = None if is_compiled else self._trace
+        if is_compiled:
+            placements = {INPUT: placements[INPUT]} if INPUT in placements else {}
         function = repeatable(function, layer, name or type(layer or function).__name__)
-        if name is None or (self._trace is None and not self._placements.get(name)):
+        if name is None or (trace is None and not placements):
             return checkpoint(function, *args, use_reentrant=False)
         frame = LayerFrame(
             name,
-            self._placements.get(name, {}),
+            placements,
             self.swapper,
             self._device,
             observer=self,
@@ -121,16 +130,23 @@ class ActivationTiers:
         self._let_earlier_layers_leave()
         self._frames.append(weakref.ref(frame))
         hidden = args[0] if args and isinstance(args[0], Tensor) else None
-        if self._trace is not None:
-            num_runs = self._trace[name].num_runs + 1 if name in self._trace else 1
+        if trace is not None:
+            num_runs = trace[name].num_runs + 1 if name in trace else 1
             shape, num_bytes = ((), 0) if hidden is None else (tuple(hidden.shape), num_bytes_of(hidden))
-            self._trace[name] = LayerTrace(shape, num_bytes, num_runs)
+            trace[name] = LayerTrace(shape, num_bytes, num_runs)
         if hidden is not None:
             self._saving = frame, hidden.data_ptr()
+        version = None if hidden is None else version_of(hidden)
+        contexts = frame.contexts_of_whole if is_compiled else frame.contexts
         try:
-            output = checkpoint(function, *args, use_reentrant=False, context_fn=frame.contexts)
+            output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         finally:
             self._saving = None
+        if is_compiled and hidden is not None and version_of(hidden) != version:
+            raise RuntimeError(
+                f"the compiled layer {name} writes to its input, which may not have left the device yet; leave "
+                "torch_compile off, or set activations: recompute"
+            )
         # The model may write to the output without the frame's knowledge.
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self.swapper.mark(name)

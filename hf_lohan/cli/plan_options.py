@@ -64,6 +64,9 @@ class PlanRequest:
     sequence_ranks: int | None = option(
         None, "N", "Devices of a machine that compute each row together. Default: as --offload."
     )
+    fused: str | None = option(
+        None, "HOW", "Layers with fused kernels: compile (torch_compile=True) or liger (use_liger_kernel=True)."
+    )
     paper: bool = option(
         False, None, "Keep all state on the SSDs, as in LoHan's paper. A run also uses RAM.", "--paper"
     )
@@ -83,6 +86,8 @@ class PlanRequest:
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise ValueError(f"the {name} is {value}; it must be at least 1")
+        if self.fused not in (None, "compile", "liger"):
+            raise ValueError(f"--fused is {self.fused!r}; give compile or liger, or leave it out")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; give 0 for no clipping, or a positive norm")
         if self.num_ranks % self.num_nodes:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
-from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, SizeClass
+from hf_lohan.planner import BudgetError, Fusion, HardwareProfile, Quantization, SizeClass
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planning import (
     LongestRow,
@@ -144,6 +144,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         widest = max(ways, key=lambda way: way.within != "exact")
         config = replace(config, ranks=replace(config.ranks, collectives=widest))
     config = activations_kept_if_needed(model, config)
+    if request.fused == "compile" and config.activations in ("auto", "swap"):  # compiled layers are recomputed whole
+        config = replace(config, activations="inputs")
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:
         check_together(model)
@@ -186,6 +188,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         check_device_transport(layout.ranks, config, why_gpus_do_not_send(found))
         return with_gpu_rate(with_link(found, request.link, request.num_nodes), request.gpu_link)
 
+    may_cut = not layout.model_blocks.experts and request.fused != "compile"
     planned = plan_step(
         model,
         layout,
@@ -196,7 +199,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
         routing=routing,
         ways=ways,
-        chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
+        chunks=_cuttable(model, layout) if may_cut else None,
+        fused=cast("Fusion | None", request.fused),
         # Changes of a run are compared by the sum of lanes.
         simulates="none" if other is not None else "all" if config.switches.solver == "auto" else "own",
     )
@@ -243,7 +247,8 @@ def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: b
 def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
     division of RAM."""
-    chunks = None if planned.layout.model_blocks.experts else _cuttable(planned.model, planned.layout)
+    may_cut = not planned.layout.model_blocks.experts and planned.request.fused != "compile"
+    chunks = _cuttable(planned.model, planned.layout) if may_cut else None
     shared = planned.config.ranks.per_row
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -10,6 +11,8 @@ from accelerate.commands.config.config_args import load_config_from_file as load
 from accelerate.commands.launch import launch_command as launch_command
 from accelerate.commands.launch import launch_command_parser as launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.other import has_repeated_blocks, is_repeated_blocks
+from torch import nn
 
 
 def prepared_models(accelerator: Accelerator) -> list[Any]:
@@ -31,3 +34,14 @@ def is_prepared(model: Any) -> bool:
 def become(instance: Accelerator | AcceleratedOptimizer, derived: type) -> None:
     """Change an object's class to a derived class that only adds methods."""
     instance.__class__ = derived
+
+
+def compiled_regions(model: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the modules that accelerate's regional compilation compiles, each by itself."""
+    for child in model.children():
+        if is_repeated_blocks(child):
+            yield from child.children()
+        elif has_repeated_blocks(child):
+            yield from compiled_regions(child)
+        else:
+            yield child

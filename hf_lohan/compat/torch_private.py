@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -140,6 +141,33 @@ def set_allocator_settings(settings: str) -> None:
 def is_compiled() -> bool:
     """Return whether the caller runs in `torch.compile`, in a compiled graph or between two graphs."""
     return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())
+
+
+def compilers() -> list[str]:
+    """Return the names of the backends of `torch.compile` on this machine."""
+    names: list[str] = torch.compiler.list_backends()
+    return [name for name in (*names, "eager", "aot_eager") if name != "tvm" or find_spec("tvm") is not None]
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Return what the backend "inductor" lacks on this machine to compile for a device; None if it lacks nothing."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # imports the compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler"
+        return None
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else "Triton"
+
+
+def is_dispatched() -> bool:
+    """Return whether a dispatch mode sees the operations of this thread, as a trace does."""
+    return _get_current_dispatch_mode() is not None
 
 
 # Tensors.

@@ -92,6 +92,22 @@ def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
     return set_checkpointing
 
 
+def own_forward(layer: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a layer's class, without what transformers adds so that it may run as a checkpoint."""
+    forward = type(layer).forward
+    return forward.__wrapped__ if _may_checkpoint(forward) else forward  # type: ignore[attr-defined]
+
+
+def runs_as_checkpoint(layer: Any) -> bool:
+    """Return whether the forward of a layer's class calls `run_layer`. Before transformers 5.23 its `__call__` does."""
+    is_on = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
+    return bool(is_on) and _may_checkpoint(type(layer).forward)
+
+
+def _may_checkpoint(forward: Any) -> bool:
+    return bool(forward.__code__.co_name == "forward_with_checkpointing")
+
+
 def is_reentrant(module: nn.Module) -> bool:
     """Return whether a layer uses reentrant checkpointing, which runs gradient hooks twice."""
     function = getattr(module, "_gradient_checkpointing_func", None)

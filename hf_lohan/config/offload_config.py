@@ -151,10 +151,11 @@ class OffloadConfig:
     float32. "float32" writes the exact masters, which take twice the bytes; "bfloat16" writes the working weights."""
 
     activations: Activations = setting(AUTO, choice(Activations))
-    """What happens to a layer's activations until its backward: "recompute" drops them and computes them again; "swap"
-    moves the layer's input and the outputs of matrix products and attention to host memory and the SSD, and recomputes
-    only the cheap rest; "keep" leaves all of them on the device; "auto" chooses one of these for each activation at the
-    first forward, so that the step is shortest."""
+    """What happens to a layer's activations until its backward: "recompute" drops them and computes them again;
+    "inputs" does so too, and moves layers' inputs to host memory and the SSD as far as the device has no room for
+    them; "swap" moves the layer's input and the outputs of matrix products and attention to host memory and the SSD,
+    and recomputes only the cheap rest; "keep" leaves all of them on the device; "auto" chooses one of these for each
+    activation at the first forward, so that the step is shortest."""
 
     chunks: ChunkSettings = table(ChunkSettings)
     """Layers and the loss compute some tokens at a time, so that long rows fit. Only the order of sums changes."""

@@ -90,7 +90,7 @@ class PlannedMemory:
         self._make_room_for_keys(planned.layout)
         self.sizes = planned.activation_bytes
         self._num_chunks = max((layer.num_chunks for layer in planned.profile.layers), default=1)
-        if self._mode in ("auto", "swap"):
+        if self._mode in ("auto", "inputs", "swap"):
             plan = planned.plan
             self._activations.set_windows(fetch_ahead=plan.fetch_ahead, layers_leaving=plan.layers_leaving)
             self.set_placements(plan.activations)

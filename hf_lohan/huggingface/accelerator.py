@@ -21,6 +21,7 @@ from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_envir
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
 from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.compiling import check_compiling, compile_model
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_precision, check_schedule, check_streamed
 from hf_lohan.huggingface.local_run import settings_given
 from hf_lohan.huggingface.models.adapters import saves_adapters
@@ -135,7 +136,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
-        if engine_of(model) is not None:
+        if (engine := engine_of(model)) is not None:
+            compile_model(engine, run_plan_of(engine), self.state.dynamo_plugin)
             mark_prepared(model)
             if evaluation_mode:
                 return model
@@ -312,6 +314,7 @@ class Accelerator(OffloadAwareAccelerator):
         check_model(model)
         plugin = self.lohan_plugin
         config = settings_given(plugin.offload)
+        check_compiling(config, self.device, self.state.dynamo_plugin)
         if self.mixed_precision == "bf16" and not plugin.bf16:
             logger.warning(BFLOAT16_MEANING)
         if config.optimizer == "muon":

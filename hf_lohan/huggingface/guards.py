@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
@@ -128,7 +128,6 @@ def check_arguments(args: TrainingArguments) -> None:
         "liger_kernel_config={'fused_linear_cross_entropy': False}, which keeps Liger's other kernels": (
             args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
         ),
-        "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
         f"mixed_precision={launched!r}, set by the launcher, {_UNSUPPORTED_PRECISIONS.get(launched)}; launch with "
         "--mixed_precision bf16 or no": launched in _UNSUPPORTED_PRECISIONS,
     }
@@ -216,12 +215,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(f"offload cannot be combined with {accelerator.distributed_type.value}; choose one of them")
     check_rank_accelerator(accelerator)
-    backend = accelerator.state.dynamo_plugin.backend
-    if backend != DynamoBackend.NO:
-        raise ValueError(
-            f"dynamo_backend={backend.value.lower()!r} compiles the model, and a compiled model cannot follow "
-            "streamed weights; leave it off (lohan launch --dynamo_backend no)"
-        )
 
 
 def check_model(model: Any) -> None:

@@ -27,7 +27,7 @@ from hf_lohan.planner.hardware_profile import (
     SsdProfile,
     with_changed,
 )
-from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, Fusion, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
     FETCH_AHEAD,
     INPUT,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from hf_lohan.planner.cuts import owned_experts
 from hf_lohan.planner.pool_plan import SizeClass
+
+Fusion: TypeAlias = Literal["compile", "liger"]
 
 
 def expected_hits(num_experts: int, num_chosen: int, num_tokens: float, chances: Sequence[float] = ()) -> float:
@@ -160,6 +163,9 @@ class BlockProfile:
     moved_bytes: int = 0
     """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
     FLOPs."""
+    fused_bytes: tuple[tuple[Fusion, int], ...] = ()
+    """What ``moved_bytes`` would be by way to fuse the other operations (`ModelProfile.fused`). Empty outside the
+    layers."""
     num_chunks: int = 1
     """Chunks of tokens in which a layer runs. FLOPs and bytes above count all of them, and `working_bytes` one of them
     with what the layer holds for all."""
@@ -318,6 +324,15 @@ class ModelProfile:
     @property
     def num_tokens(self) -> int:
         return self.batch_size * self.sequence_length
+
+    def fused(self, how: Fusion) -> ModelProfile:
+        """Return this profile with layers whose operations between products are fused. "compile": each run of them is
+        one kernel, as those of `torch.compile` are at best. "liger": those of each module are, as with the kernels of
+        Liger for norms, gates and positions."""
+        blocks = (
+            replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
 
     def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
         """Return this profile with measured chances of experts. ``counts``: by layer, the number of tokens of each

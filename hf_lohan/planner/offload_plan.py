@@ -23,7 +23,7 @@ MOST_WRONG_GUESSES = 1 / 8
 """`clip: auto` speculates only while at most this share of the last steps clips, because a wrong guess writes the
 update twice.
 """
-Activations = Literal["auto", "recompute", "swap", "keep"]
+Activations = Literal["auto", "recompute", "inputs", "swap", "keep"]
 Durability = Literal["step", "checkpoint"]
 SolverName = Literal["algorithm_1", "algorithm_1_spread", "migration"]
 Solver = Literal["auto", "algorithm_1", "migration"]

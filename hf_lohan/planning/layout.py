@@ -490,7 +490,7 @@ def lay_out(
         num_adding_devices=ranks.num_local + (ranks.num_nodes > 1) if config.ranks.transport == "nccl" else 1,
     )
     cpu_memory = request.cpu_memory_bytes
-    activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
+    activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("inputs", "swap", "auto") else 0
     if activation_bytes and not (sums_gradients or memory_is_host) and config.switches.resident_records == "auto":
         # A copy of weights saves a read in each pass, and a gradient in RAM saves one write, so the plan chooses.
         request = replace(request, holds_in_buffers=False)

@@ -32,6 +32,7 @@ from hf_lohan.planner import (
     BudgetError,
     Collectives,
     Durability,
+    Fusion,
     HardwareProfile,
     InMemoryFit,
     ModelProfile,
@@ -108,6 +109,8 @@ class RunPlan:
         self._device = device
         self._durability = durability
         self._links = links or Links.alone()
+        self.fused: Fusion | None = None
+        """How the run's layers fuse the operations between products."""
         self.chunks: ChunkedLayers | None = None
         """The layers that may run in chunks, if any may."""
         self.chunk_tokens: int | None = None
@@ -144,6 +147,12 @@ class RunPlan:
         setting = self._config.chunks.layers
         if isinstance(setting, int) and setting is not False:
             self.cut_layers(setting)
+
+    def compile_layers(self) -> None:
+        """Plan compiled layers, which are recomputed whole, and are not cut into chunks."""
+        self.chunks, self.fused = None, "compile"
+        if self._config.activations in ("auto", "swap"):
+            self._config = replace(self._config, activations="inputs")
 
     def cut_layers(self, chunk_tokens: int | None) -> None:
         """Run layers in chunks of this number of tokens from now on."""
@@ -321,6 +330,7 @@ class RunPlan:
                     ways=ways,
                     chunks=self.chunks,
                     chunk_tokens=self.chunk_tokens,
+                    fused=self.fused,
                 )
             if now is None or computing is None:
                 return planned

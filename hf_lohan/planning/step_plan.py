@@ -22,6 +22,7 @@ from hf_lohan.planner import (
     Cluster,
     Collectives,
     Durability,
+    Fusion,
     HardwareProfile,
     ModelProfile,
     OffloadPlan,
@@ -108,19 +109,20 @@ def plan_step(
     chunk_tokens: int | None = None,
     simulates: Literal["all", "own", "none"] = "own",
     is_trial: bool = False,
+    fused: Fusion | None = None,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) for a resolved configuration.
 
     ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
     state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
     the orders of micro-batches, and return the better one in the shape. With several ranks, configuration and shape
-    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those that
-    the configuration allows. ``routing``: by layer, the number of tokens of each expert. By default all experts are
-    equally likely. ``chunk_tokens``: the tokens of a chunk, if they are decided. ``simulates``: the solvers whose steps
-    are simulated, which are all, the one that the configuration asks for, or none, with Algorithm 1's plan.
-    ``is_trial``: the caller asks only whether and how the step fits. The plan then chooses no chunks, advises nothing,
-    and compares nothing with training in memory. Raises ValueError for a model or a batch that cannot be traced. A plan
-    that does not fit has a refusal.
+    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those
+    that the configuration allows. ``routing``: by layer, the number of tokens of each expert. By default all experts
+    are equally likely. ``chunk_tokens``: the tokens of a chunk, if they are decided. ``simulates``: the solvers whose
+    steps are simulated, which are all, the one that the configuration asks for, or none, with Algorithm 1's plan.
+    ``fused``: how layers fuse the operations between products. ``is_trial``: the caller asks only whether and how the
+    step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory. Raises
+    ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
     """
 
     def plan(
@@ -142,6 +144,7 @@ def plan_step(
             chunks=chunks,
             chunk_tokens=chunk_tokens,
             is_trial=is_trial,
+            fused=fused,
         )
 
     in_turn = plan(shape, measure)
@@ -205,6 +208,7 @@ def _plan_shape(
     chunks: ChunkedLayers | None,
     chunk_tokens: int | None,
     is_trial: bool,
+    fused: Fusion | None,
 ) -> PlannedStep:
     """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
@@ -246,6 +250,7 @@ def _plan_shape(
     @functools.cache
     def profile_of(chunk_tokens: int | None) -> ModelProfile:
         profile = trace(chunked_loss, chunk_tokens).profile
+        profile = profile if fused is None else profile.fused(fused)
         if config.activations == "keep":
             profile = made_again(profile)
         if config.ranks.per_row > 1:

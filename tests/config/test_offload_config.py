@@ -136,7 +136,7 @@ def test_an_unknown_key_lists_the_known_keys() -> None:
         ("trace", "yes", "true or false"),
         ("trace", 1, "true or false"),
         ("prefetch_blocks", True, "whole number"),
-        ("activations", "drop", "'auto' or 'recompute' or 'swap' or 'keep'"),
+        ("activations", "drop", "'auto' or 'recompute' or 'inputs' or 'swap' or 'keep'"),
         ("experts", "stream", "'auto' or 'streamed' or 'with_layer'"),
         ("experts", {"load": ["streamed"]}, "'streamed'"),
         ("experts", {"lazy": "yes"}, "true or false"),

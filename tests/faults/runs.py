@@ -76,6 +76,7 @@ class Run:
     """The share of updates that wait for the next forward."""
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     bf16: bool = False
+    compiled: bool = False
     insists: bool = False
     """Ask for a resume even if no commit exists."""
     rank: int = 0
@@ -189,6 +190,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         save_steps=run.save_steps or 500,
         save_total_limit=2,
         bf16=run.bf16,
+        torch_compile=run.compiled,
         report_to=[],
         disable_tqdm=True,
         seed=0,

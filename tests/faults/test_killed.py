@@ -58,6 +58,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, parked=0.4, activations="swap"), 20),
         (Run(num_steps=60, bf16=True), 40),
         (Run(num_steps=40, bf16=True, family="mixtral", cpu_memory="64MiB"), 20),
+        (Run(num_steps=30, compiled=True, activations="swap"), 8),
         (Run(num_steps=40, save_steps=3, activations="swap", chunked_layers=6), 20),
         pytest.param(Run(family="qwen3_moe", num_steps=80), 50, marks=pytest.mark.storm),
         pytest.param(Run(family="mixtral", num_steps=80, activations="swap"), 50, marks=pytest.mark.storm),
@@ -65,7 +66,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
     ids=[
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
         "parked-updates",
-        *("bfloat16", "bfloat16-experts-in-ram"),
+        *("bfloat16", "bfloat16-experts-in-ram", "compiled"),
         "in-chunks",
         "experts-behind",
         "experts-swapped",

@@ -98,7 +98,6 @@ def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None,
         ({"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, ["'fused_linear_cross_entropy': False"]),
         ({"mixed_precision": "fp16"}, ["mixed_precision='fp16'", "loss scaling", "--mixed_precision bf16 or no"]),
         ({"mixed_precision": "fp8", "bf16": True}, ["mixed_precision='fp8'", "layers of another package"]),
-        ({"torch_compile": True}, ["torch_compile=True"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

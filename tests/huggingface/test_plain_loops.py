@@ -113,8 +113,8 @@ model = tiny_model("llama", num_layers=2)
             r"mixed_precision='fp16' needs loss scaling.*lohan launch --mixed_precision bf16",
         ),
         (
-            "Accelerator(cpu=True, dynamo_backend='inductor').prepare(model)",
-            "dynamo_backend='inductor'.* leave it off",
+            "Accelerator(cpu=True, dynamo_backend='cudagraphs').prepare(model)",
+            "backend 'cudagraphs' records CUDA graphs.* use the backend 'inductor'",
         ),
         (
             "Accelerator(cpu=True).prepare(model, torch.optim.Rprop(model.parameters()))",

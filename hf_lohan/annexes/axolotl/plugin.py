@@ -38,7 +38,6 @@ _REFUSED = {
     "gptq": "is a format that offload does not decode; give the checkpoint from before it was quantized",
     "use_onebitllms": "replaces the model's layers by those of a package; leave it out",
     "use_ray": "has Ray start the training; start it with axolotl train",
-    "torch_compile": "cannot follow streamed weights; leave it out",
     "reinit_weights": "starts from random weights; save such a model, and give its folder as base_model",
     "fix_untrained_tokens": "changes weights after they are in the store; leave it out",
     "fp16": _FP16,

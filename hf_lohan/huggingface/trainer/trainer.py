@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
+from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainingArguments
@@ -38,6 +39,7 @@ from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.arguments import NOT_GIVEN, choose_offload, take_launched_precision
 from hf_lohan.huggingface.attachment import from_pretrained, offload_model
+from hf_lohan.huggingface.compiling import check_compiling
 from hf_lohan.huggingface.equal_runs import check_equal_arguments
 from hf_lohan.huggingface.guards import (
     check_arguments,
@@ -307,6 +309,9 @@ class OffloadTrainerMixin(
         is_launched_in_bf16 = take_launched_precision(args)
         check_arguments(args)
         check_model(model)
+        if args.torch_compile:
+            plugin = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+            check_compiling(self._offload_config, args.device, plugin)
         check_sequence_ranks(self._offload_config.ranks.per_row, ranks_here())
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
         optimizers = settings.get("optimizers") or (None, None)

@@ -53,6 +53,11 @@ class KeptActivations:
     num_of_kind: Counts
     num_bytes: int
 
+    def inputs_alone(self, input_bytes: Sequence[int]) -> KeptActivations:
+        """Return the inputs among these. ``input_bytes``: those of all layers."""
+        num_bytes = sum(input_bytes[len(input_bytes) - self.num_inputs :])
+        return KeptActivations(self.num_inputs, np.zeros_like(self.num_of_kind), num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -103,7 +108,7 @@ class ActivationChoices:
     def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
         """Return the ways to swap what is not in `kept`. Only one way exists unless `activations` is "auto"."""
         counts = self._counts
-        if activations == "recompute":
+        if activations in ("recompute", "inputs"):
             counts = np.zeros_like(counts[:1])
         elif activations != "auto":
             counts = self._num_of_kind[None, :]

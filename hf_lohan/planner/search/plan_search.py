@@ -218,6 +218,8 @@ class _Search:
             case "recompute":
                 nothing = self._activations.kept_choices(0)[0]
                 return [replace(nothing, num_inputs=len(layers), num_bytes=self._model.inter_block_bytes)]
+            case "inputs":
+                return [kept.inputs_alone([layer.input_bytes for layer in layers]) for kept in self._kept_in_room()]
             case "swap":
                 return self._activations.kept_choices(0)[:1]
             case "auto":

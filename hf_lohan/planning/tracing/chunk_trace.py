@@ -149,6 +149,8 @@ def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: i
 
     trace.flops += round(total(lambda sample: sample.flops))
     trace.moved_bytes += round(total(lambda sample: sample.moved_bytes))
+    for how, fused in trace.fused.items():
+        fused.num_bytes += round(total(lambda sample, how=how: sample.fused[how].num_bytes))  # type: ignore[misc]
     for sample in samples.values():
         trace.products.update(sample.products)
         trace.attentions.update(sample.attentions)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from hf_lohan.compat.torch_private import (
     tree_leaves,
 )
 from hf_lohan.hardware import AttentionShape, MatrixShape
-from hf_lohan.planner.model_profile import OperationProfile
+from hf_lohan.planner.model_profile import Fusion, OperationProfile
 from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
 aten = torch.ops.aten
@@ -128,6 +128,43 @@ def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+class FusedBytes:
+    """Counts the bytes that operations read and write if successive ones of a group are one kernel, which reads each
+    tensor once and writes only what other kernels read."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._group: Hashable = None
+        self._made: set[int] = set()
+        """Storages that the group has made."""
+        self._unwritten: set[int] = set()
+        """Storages that a group has made, and no other kernel has read."""
+        self._read: set[int] = set()
+        """Storages that the group has read."""
+
+    def add(self, group: Hashable, args: Any, output: Any) -> None:
+        """Count a call of ``group``. None is a kernel whose own bytes do not count."""
+        if group != self._group or group is None:
+            self._group, self._made, self._read = group, set(), set()
+        for tensor in tensors_in(args):
+            key = storage_id(tensor)
+            if key in self._made or key in self._read:
+                continue
+            self._read.add(key)
+            num_times = (group is not None) + (key in self._unwritten)
+            self._unwritten.discard(key)
+            self.num_bytes += num_times * _held_bytes(tensor)
+        made = {storage_id(tensor) for tensor in tensors_in(output)} - self._read - self._made
+        self._unwritten -= made  # those that were freed unread had the same numbers
+        if group is not None:
+            self._made |= made
+            self._unwritten |= made
+
+    def end(self, outputs: Any) -> None:
+        """Count what the block returns."""
+        self.add(None, outputs, ())
+
+
 @dataclass
 class BlockTrace:
     operations: list[OperationProfile] = field(default_factory=list)
@@ -135,6 +172,8 @@ class BlockTrace:
     attentions: Counter[AttentionShape] = field(default_factory=Counter)
     flops: int = 0
     moved_bytes: int = 0
+    fused: dict[Fusion, FusedBytes] = field(default_factory=lambda: {"compile": FusedBytes(), "liger": FusedBytes()})
+    """See `ModelProfile.fused`."""
     saved_bytes: int = 0
     working_bytes: int = 0
     input_bytes: int = 0
@@ -168,8 +207,14 @@ class BlockTrace:
         flops = self.times * flops_of(func, args, kwargs, output)
         self.flops += flops
         kind = anchor_name(func)
+        moved_bytes = moved_bytes_of(func, args, kwargs, output) if kind is None else 0
+        if kind is not None or moved_bytes:
+            # torch.compile joins the operations between two products, and Liger those of one module among them.
+            groups: dict[Fusion, Hashable] = {"compile": len(self.operations), "liger": (len(self.operations), module)}
+            for how, group in groups.items():
+                self.fused[how].add(group if kind is None else None, (args, kwargs), output)
         if kind is None:
-            self.moved_bytes += self.times * moved_bytes_of(func, args, kwargs, output)
+            self.moved_bytes += self.times * moved_bytes
             return
         if (product := product_of(func, args)) is not None:
             self.products[product] += self.times

@@ -197,6 +197,7 @@ def _block_profile(
         saved_bytes=traced.saved_bytes,
         working_bytes=traced.working_bytes,
         moved_bytes=traced.moved_bytes,
+        fused_bytes=tuple((how, of.num_bytes) for how, of in traced.fused.items()) if is_layer else (),
         num_chunks=traced.num_chunks,
         repeated_flops=traced.repeated_flops,
         repeated_bytes=traced.repeated_bytes,

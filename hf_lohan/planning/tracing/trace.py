@@ -138,6 +138,8 @@ class ModelTrace:
                     output = cut(self._operations)
                 else:
                     output = forward(*args, **kwargs)
+                    for fused in trace.fused.values():
+                        fused.end(output)
                     self._trace_backward(list(tensors_in(output)), [*inputs, *layer.parameters()])
                 trace.working_bytes += sum(tensor.untyped_storage().nbytes() for tensor in inputs[1:])
             return trace, tree_map_only(Tensor, _cut_off, output)

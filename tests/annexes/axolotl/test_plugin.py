@@ -105,7 +105,6 @@ REFUSALS = [
     ({"sequence_parallel_degree": 2}, "sequence_parallel_degree: 2 places or shards the model"),
     ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload is what offload does as planned"),
     ({"selective_checkpointing": True}, "selective_checkpointing: True chooses which activations stay"),
-    ({"torch_compile": "auto"}, "torch_compile: auto cannot follow streamed weights"),
     ({"fp16": True}, "fp16: True needs loss scaling"),
     ({"bf16": "full"}, "bf16: full casts the whole model"),
     ({"gptq": True}, "gptq: True is a format that offload does not decode"),

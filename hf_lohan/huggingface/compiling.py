@@ -1,0 +1,156 @@
+"""Layers that `torch.compile` compiles, as accelerate's regional compilation does: each kind of layer once.
+
+A graph gets a layer's weights as arguments, so it reads them in whichever slot they are. A compiled layer is recomputed
+whole. Its input may be swapped, but no operation within it, because a graph hides its operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import nn
+
+from hf_lohan.activations import has_foreign_forward
+from hf_lohan.compat.accelerate_private import compiled_regions
+from hf_lohan.compat.torch_private import compilers, is_dispatched, missing_compiler
+from hf_lohan.compat.transformers_private import cache_among, own_forward, runs_as_checkpoint
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.progress import long_work
+from hf_lohan.planning import RunPlan
+
+logger = logging.getLogger(__name__)
+
+_RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes that record CUDA graphs."""
+
+
+def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDynamoPlugin) -> None:
+    """Raise ValueError if accelerate's ``plugin`` asks for a compilation that is not possible under offload."""
+    if not _compiles(plugin):
+        return
+    backend, mode = plugin.backend.value.lower(), plugin.mode
+    given = f"backend {backend!r}" if backend == "cudagraphs" else f"mode {mode!r}"
+    if backend == "cudagraphs" or mode in _RECORDS_GRAPHS or (plugin.options or {}).get("triton.cudagraphs"):
+        raise ValueError(
+            f"torch.compile with the {given} records CUDA graphs, which read weights at fixed addresses, and streamed "
+            "weights move between slots; use the backend 'inductor' with the mode 'default' or "
+            "'max-autotune-no-cudagraphs'"
+        )
+    if backend not in (available := compilers()):
+        raise ValueError(
+            f"torch.compile has no backend {backend!r} on this machine; use 'inductor', or another of "
+            f"{', '.join(available)}"
+        )
+    if backend == "inductor" and (missing := missing_compiler(device)) is not None:
+        raise ValueError(
+            f"torch.compile needs {missing} for the device {device.type!r}, and there is none; install it, use another "
+            "backend, or leave torch_compile off"
+        )
+    if config.chunks.layers not in ("auto", False):
+        raise ValueError(
+            f"chunks.layers: {config.chunks.layers} cuts layers into chunks of tokens, and a compiled layer cannot be "
+            "cut; set chunks.layers to auto or false, or leave torch_compile off"
+        )
+    if config.ranks.per_row > 1:
+        raise ValueError(
+            f"ranks.per_row: {config.ranks.per_row} divides the tokens of a layer among ranks, and a compiled layer "
+            "cannot be divided; leave ranks.per_row out, or leave torch_compile off"
+        )
+
+
+def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDynamoPlugin) -> None:
+    """Compile an offloaded model as accelerate's ``plugin`` says, if it says so. A second call changes nothing. Raises
+    ValueError if that is not possible."""
+    if not _compiles(plugin) or engine.activations.compiled:
+        return
+    check_compiling(engine.config, engine.device.torch_device, plugin)
+    all_layers = engine.layout.model_blocks.layers
+    layers = [layer for layer in all_layers if _is_compilable(engine, layer)]
+    if len(layers) < len(all_layers):
+        logger.info(
+            "torch.compile leaves %d of %d layers eager, because they run experts one by one or have another forward",
+            len(all_layers) - len(layers),
+            len(all_layers),
+        )
+    if not layers:
+        return
+    options = {**plugin.to_kwargs(), "backend": plugin.backend.value.lower()}
+    forms = _Forms(options, engine.links.send_heartbeat)
+    for layer in layers:
+        engine.activations.compiled[layer] = forms.of_checkpoint
+    for module in (*layers, *_regions_outside_layers(engine)):
+        module.forward = functools.partial(_forward, forms, module)
+    if plan is not None:
+        plan.compile_layers()
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    logger.info("torch.compile compiles each kind of layer once (%s), in the first steps", kinds)
+
+
+def _compiles(plugin: TorchDynamoPlugin) -> bool:
+    return bool(plugin.backend != DynamoBackend.NO and not plugin.disable)
+
+
+def _is_compilable(engine: OffloadEngine, module: nn.Module) -> bool:
+    """Return whether a graph can have a module. It cannot have the hooks that load a block."""
+    inside = set(module.modules())
+    loading = (engine.layout.model_blocks.needs.keys() | engine.experts.keys()) - {module}
+    return inside.isdisjoint(loading) and not has_foreign_forward(module)
+
+
+def _regions_outside_layers(engine: OffloadEngine) -> Iterator[nn.Module]:
+    layers = set(engine.layout.model_blocks.layers)
+    for module in compiled_regions(engine.model):
+        # A graph of one operation gains nothing, and has no module for its weights, which may be shared or be rows.
+        is_one_operation = isinstance(module, nn.Embedding | nn.Linear | nn.ModuleList | nn.ModuleDict)
+        if module not in layers and not is_one_operation and _is_compilable(engine, module):
+            yield module
+
+
+def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a compiled module."""
+    if runs_as_checkpoint(module):
+        return type(module).forward(module, *args, **kwargs)  # which calls `ActivationTiers.run_layer`
+    forward = own_forward(module)
+    if cache_among(kwargs) is None:  # generation has other shapes at each token
+        forward = forms.of(forward)
+    return forward(module, *args, **kwargs)
+
+
+class _Forms:
+    """The compiled forms of functions."""
+
+    def __init__(self, options: Mapping[str, Any], before: Callable[[], object]) -> None:
+        """``options``: arguments of `torch.compile`. ``before`` is called before a function is compiled."""
+        self._options = options
+        self._before = before
+        self._forms: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled form of a forward. In a trace, whose operations a graph would hide, it is the forward."""
+        if is_dispatched():
+            return forward
+        if forward not in self._forms:
+            self._forms[forward] = torch.compile(forward, **self._options)
+            return functools.partial(self._compile, self._forms[forward])
+        return self._forms[forward]
+
+    def of_checkpoint(self, function: Any) -> Any:
+        """Return the compiled form of what transformers runs as a checkpoint of a layer."""
+        if isinstance(function, functools.partial) and isinstance(function.func, FunctionType):
+            return functools.partial(self._run, function)
+        return function  # before transformers 5.23 it calls `_forward`
+
+    def _run(self, function: functools.partial[Any], *args: Any) -> Any:
+        return self.of(function.func)(*function.args, *args, **function.keywords)
+
+    def _compile(self, form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before()
+        with long_work("compiling layers"):
+            return form(*args, **kwargs)
