@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_rivals.py  # against the model in memory
     python scripts/benchmarks/bench_rivals.py --deepspeed-python ds/bin/python  # and DeepSpeed
+    python scripts/benchmarks/bench_rivals.py --compiled  # and both with compiled layers
     python scripts/benchmarks/bench_rivals.py --num-experts 16 --set experts=streamed  # a mixture, two experts a token
 
 Each contender has a process, so that its memory can be measured. They take turns of three steps. DeepSpeed needs an
@@ -33,6 +34,8 @@ STEPS_PER_TURN = 3
 LEARNING_RATE = 1e-4
 EXPERTS_PER_TOKEN = 2
 READY = "ready"
+COMPILED = ", compiled"
+"""Ends the name of a contender with compiled layers."""
 WORKER = "--worker"
 
 
@@ -99,15 +102,25 @@ def deepspeed_step(model: Any, batch: dict[str, Any], folder: str, max_grad_norm
 
 
 def our_step(
-    model: Any, batch: dict[str, Any], folder: str, max_grad_norm: float, settings: dict[str, Any]
+    model: Any,
+    batch: dict[str, Any],
+    folder: str,
+    max_grad_norm: float,
+    settings: dict[str, Any],
+    *,
+    is_compiled: bool,
 ) -> tuple[Callable[[], None], Callable[[], None]]:
+    from accelerate.utils import TorchDynamoPlugin
     from benchmarking import offloaded_step
 
     from hf_lohan.config import OffloadConfig
     from hf_lohan.huggingface import offload_model
+    from hf_lohan.huggingface.compiling import compile_model
+    from hf_lohan.huggingface.offloaded_model import run_plan_of
 
     config = OffloadConfig.load({"activations": "recompute", **settings, "ssd": folder})
     engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0)
+    compile_model(engine, run_plan_of(engine), TorchDynamoPlugin(backend="inductor" if is_compiled else "no"))
     return offloaded_step(engine, batch, max_grad_norm), engine.wait_for_updates
 
 
@@ -144,13 +157,18 @@ def work(task: dict[str, Any]) -> None:
     os.dup2(2, 1)  # keeps the output of libraries out of the answers
     settle = _nothing_left
     model = model_of(shape, task["num_experts"])
-    if task["side"] == "deepspeed":
+    side, is_compiled = task["side"].removesuffix(COMPILED), task["side"].endswith(COMPILED)
+    if side == "deepspeed":
         step = deepspeed_step(model, batch, task["folder"], task["max_grad_norm"])
-    elif task["side"] == "offloaded":
-        step, settle = our_step(model, batch, task["folder"], task["max_grad_norm"], task["settings"])
+    elif side == "offloaded":
+        step, settle = our_step(
+            model, batch, task["folder"], task["max_grad_norm"], task["settings"], is_compiled=is_compiled
+        )
     else:
+        from accelerate.utils import compile_regions
         from benchmarking import in_memory_step
 
+        model = compile_regions(model) if is_compiled else model
         step = in_memory_step(model, batch, task["max_grad_norm"])
     turn_s(step, settle)
     answers.write(f"{READY}\n")
@@ -258,12 +276,15 @@ def ask() -> None:
         *,
         max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
         deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
+        compiled: Annotated[bool, typer.Option("--compiled", help="also with torch.compile")] = False,
         num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
         set_: Annotated[list[str] | None, typer.Option("--set", help="any offload setting, name=value")] = None,
     ) -> dict[str, Any]:
         settings = {**options.budgets, **parsed_settings(set_)}
         common = {"shape": asdict(options.shape), "num_experts": num_experts, "settings": settings}
         pythons = {"in memory": sys.executable, "offloaded": sys.executable}
+        if compiled:
+            pythons |= {f"{side}{COMPILED}": python for side, python in pythons.items()}
         if deepspeed_python is not None:
             pythons["deepspeed"] = deepspeed_python
         results = []
