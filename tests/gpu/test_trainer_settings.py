@@ -80,6 +80,7 @@ SETTINGS = {
     "in backward": Setting({"max_grad_norm": 0.0}),
     "decay and schedule": Setting({"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "accumulated": Setting(accumulated(3)),
+    "compiled": Setting({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {"activations": "inputs"}),
     "accumulated, does not clip": Setting(accumulated(2, max_grad_norm=0.0)),
     "vertical, defer": Setting(
         accumulated(3, max_grad_norm=0.3), {"vertical_micro_batches": True, "_clip": "defer"}, tolerances=LOGGED_LOSS
