@@ -80,7 +80,6 @@ SETTINGS = {
     "in backward": Setting({"max_grad_norm": 0.0}),
     "decay and schedule": Setting({"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "accumulated": Setting(accumulated(3)),
-    "compiled": Setting({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {"activations": "inputs"}),
     "accumulated, does not clip": Setting(accumulated(2, max_grad_norm=0.0)),
     "vertical, defer": Setting(
         accumulated(3, max_grad_norm=0.3), {"vertical_micro_batches": True, "_clip": "defer"}, tolerances=LOGGED_LOSS
@@ -198,6 +197,17 @@ def test_a_run_equals_stock(name: str, stock_of: Any, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     ours = train_offloaded(tmp_path, setting)
     assert_within(ours, stock_of(setting), setting.tolerances, setting.on_a_gpu)
+
+
+@pytest.mark.parametrize("activations", ["inputs", "keep"])
+def test_compiled_layers_equal_stocks(activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend compiles to torch's own operations, because the double has no compiler for its kernels."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # `TrainingArguments` sets it for the whole process
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    compiled = Setting({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {"activations": activations})
+    ours = train_offloaded(tmp_path / "ours", compiled)
+    stock = train(tmp_path / "stock", tiny_model("llama"), **of_run(compiled))
+    assert_within(ours, stock, compiled.tolerances, ON_A_GPU)
 
 
 ROUNDED = {
