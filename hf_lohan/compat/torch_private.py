@@ -149,6 +149,13 @@ def compilers() -> list[str]:
     return [name for name in (*names, "eager", "aot_eager") if name != "tvm" or find_spec("tvm") is not None]
 
 
+def allow_graphs(number: int) -> None:
+    """Have `torch.compile` keep at least this number of graphs of a function. With more, it would run the function
+    eager."""
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, number)
+
+
 def missing_compiler(device: torch.device) -> str | None:
     """Return what the backend "inductor" lacks on this machine to compile for a device; None if it lacks nothing."""
     if device.type == "cpu":

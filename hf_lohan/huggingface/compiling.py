@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_lohan.activations import has_foreign_forward
 from hf_lohan.compat.accelerate_private import compiled_regions
-from hf_lohan.compat.torch_private import compilers, is_dispatched, missing_compiler
+from hf_lohan.compat.torch_private import allow_graphs, compilers, is_dispatched, missing_compiler
 from hf_lohan.compat.transformers_private import cache_among, own_forward, runs_as_checkpoint
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs."""
+_MOST_GRAPHS = 64
+"""Of a kind of layer: with a window or without, in training or evaluation, for one length or for all, frozen or not."""
 
 
 def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDynamoPlugin) -> None:
@@ -81,6 +83,7 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         )
     if not layers:
         return
+    allow_graphs(_MOST_GRAPHS)
     options = {**plugin.to_kwargs(), "backend": plugin.backend.value.lower()}
     forms = _Forms(options, engine.links.send_heartbeat)
     for layer in layers:
