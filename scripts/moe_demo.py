@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainingArguments, default_data_collator
 
 from hf_lohan import Trainer
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 from hf_lohan.report.svg import Panel, svg
 from hf_lohan.wording import format_bytes
 

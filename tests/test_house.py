@@ -24,7 +24,7 @@ PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
     **dict.fromkeys(("annexes", "compat", "timeline", "wording"), -2),
-    "planner": -1,
+    "costs": -1,
     **dict.fromkeys(("config", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "quantize", "report"), 1),
     **dict.fromkeys(("ranks", "store"), 2),
@@ -45,14 +45,14 @@ ANNEXES = {path.parent.name for path in PACKAGE.glob("annexes/*/__init__.py")}
 RESTRICTED = {
     "annexes": set[str](),
     "compat": set[str](),
-    "config": {"annexes", "planner", "wording"},
-    "planner": {"wording"},
+    "config": {"annexes", "costs", "wording"},
+    "costs": {"wording"},
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
     "store": {"compat", "device", "files", "threads", "timeline", "wording"},
-    "ranks": {"compat", "device", "files", "planner", "threads", "timeline", "wording"},
+    "ranks": {"compat", "device", "files", "costs", "threads", "timeline", "wording"},
     "optim": {"compat", "wording"},
-    "quantize": {"planner"},
+    "quantize": {"costs"},
     "report": {"config", "timeline", "wording"},
 }
 """Rooms that may not use all floors below their own."""
@@ -61,7 +61,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "timeline": set[str](),
     "wording": set[str](),
     "config": {"yaml"},
-    "planner": {"numpy"},
+    "costs": {"numpy"},
     "threads": {"torch"},
     "device": {"torch", "psutil", "triton"},
     "files": {"torch", "numpy", "kvikio"},

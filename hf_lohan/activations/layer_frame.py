@@ -25,8 +25,8 @@ from hf_lohan.compat.torch_private import (
     version_of,
     with_sums,
 )
+from hf_lohan.costs import INPUT, LayerPlacements, Placement
 from hf_lohan.device import Device
-from hf_lohan.planner import INPUT, LayerPlacements, Placement
 
 
 class KeptTensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.compat.torch_private import version_of
+from hf_lohan.costs import Placement
 from hf_lohan.device import Buffer, BufferPool, Device, DeviceHasher, Event, HostRead, HostStack, IntervalStack, Lane
 from hf_lohan.files import IoRequest
-from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordRead
 from hf_lohan.threads import FirstFailure, WorkThread, return_freed_memory
 from hf_lohan.timeline import COMPUTE_WAITS

@@ -16,8 +16,7 @@ from hf_lohan.activations.layer_runs.module_state import repeatable
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, num_bytes_of
 from hf_lohan.compat.torch_private import tree_leaves, version_of
-from hf_lohan.device import Device, HostStack
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     FETCH_AHEAD,
     INPUT,
     LAYERS_LEAVING,
@@ -25,6 +24,7 @@ from hf_lohan.planner import (
     LayerPlacements,
     Placement,
 )
+from hf_lohan.device import Device, HostStack
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes that one micro-batch could swap, by layer and operation. Operations are in the order of backward."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import tree_leaves
-from hf_lohan.planner import INPUT
+from hf_lohan.costs import INPUT
 
 
 @dataclass

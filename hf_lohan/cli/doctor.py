@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import (
     MatrixShape,
@@ -28,7 +29,6 @@ from hf_lohan.hardware import (
     write_hardware,
 )
 from hf_lohan.optim import master_format
-from hf_lohan.planner import HardwareProfile
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.report.run_data import STORE_FOLDER
 

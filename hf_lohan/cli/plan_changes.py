@@ -10,12 +10,12 @@ from typing import Any
 
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
+from hf_lohan.costs import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import MeasuringEffort
 from hf_lohan.hardware.cpu_rates import optimizer_params_per_s
 from hf_lohan.model import find_experts
 from hf_lohan.optim import STOCHASTIC, MomentDtype
-from hf_lohan.planner import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
 from hf_lohan.planning.studies import plan_studies
 from hf_lohan.planning.wear import smaller_states
 from hf_lohan.wording import format_bytes, states_setting

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_lohan.device import LinkKind
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     Cluster,
     Collectives,
     HardwareProfile,
@@ -19,9 +18,10 @@ from hf_lohan.planner import (
     all_ways,
     balanced_experts,
 )
-from hf_lohan.planner.collectives import COLLECTIVE_VALUES
-from hf_lohan.planner.costs.expert_costs import most_loaded
-from hf_lohan.planner.model_profile import ExpertsProfile
+from hf_lohan.costs.collectives import COLLECTIVE_VALUES
+from hf_lohan.costs.model_profile import ExpertsProfile
+from hf_lohan.costs.step.expert_costs import most_loaded
+from hf_lohan.device import LinkKind
 from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94

@@ -40,8 +40,7 @@ from hf_lohan.cli.plan_ranks import (
 )
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
-from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
     BudgetError,
@@ -50,8 +49,9 @@ from hf_lohan.planner import (
     drive_life,
     what_hardware_buys,
 )
-from hf_lohan.planner.fitting import device_limit_bytes
-from hf_lohan.planner.record_traffic import FETCHED_KINDS
+from hf_lohan.costs.fitting import device_limit_bytes
+from hf_lohan.costs.record_traffic import FETCHED_KINDS
+from hf_lohan.hardware import read_hardware
 from hf_lohan.planning import PlannedEpoch, read_lengths
 from hf_lohan.planning.studies import plan_studies, studies_for
 from hf_lohan.planning.wear import wear_of

@@ -16,6 +16,8 @@ from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_options import PlanRequest
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig, ResolvedConfig
+from hf_lohan.costs import BudgetError, Fusion, HardwareProfile, Quantization, SizeClass
+from hf_lohan.costs.fitting import device_limit_bytes
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
@@ -27,8 +29,6 @@ from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
-from hf_lohan.planner import BudgetError, Fusion, HardwareProfile, Quantization, SizeClass
-from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planning import (
     LongestRow,
     MicroBatches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_lohan.cli.plan_request import PlannedRun
-from hf_lohan.planner import HardwareProfile
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.wording import format_bytes, gb_per_s, times
 
 

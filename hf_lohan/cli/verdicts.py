@@ -6,9 +6,9 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import GpuLink, LinkKind
 from hf_lohan.hardware import MachineFacts, PathFacts
-from hf_lohan.planner import HardwareProfile
 from hf_lohan.wording import count, format_bytes, gb_per_s
 
 _LOCAL = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})

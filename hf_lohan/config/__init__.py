@@ -17,4 +17,4 @@ from hf_lohan.config.offload_config import (
 )
 from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, Schedule
 from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes
-from hf_lohan.planner.collectives import Collectives
+from hf_lohan.costs.collectives import Collectives

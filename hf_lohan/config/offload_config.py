@@ -36,9 +36,9 @@ from hf_lohan.config.values import (
     read_yaml,
     refuse_unknown_keys,
 )
-from hf_lohan.planner.offload_plan import Activations
-from hf_lohan.planner.pool_plan import SLOTS_TENTHS
-from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, Quantization
+from hf_lohan.costs.offload_plan import Activations
+from hf_lohan.costs.pool_plan import SLOTS_TENTHS
+from hf_lohan.costs.quantization import FORM_OF_THE_CHECKPOINT, Quantization
 from hf_lohan.wording import format_bytes
 
 OptimizerStateDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]

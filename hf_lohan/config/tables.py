@@ -21,8 +21,8 @@ from hf_lohan.config.values import (
     check_share,
     refuse_unknown_keys,
 )
-from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
-from hf_lohan.planner.offload_plan import Solver
+from hf_lohan.costs.collectives import ANY_EXACT_WAY, Collectives
+from hf_lohan.costs.offload_plan import Solver
 
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]

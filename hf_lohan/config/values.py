@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
-from hf_lohan.planner.collectives import COLLECTIVE_VALUES, Collectives, collectives_of_word
-from hf_lohan.planner.quantization import Quantization
+from hf_lohan.costs.collectives import COLLECTIVE_VALUES, Collectives, collectives_of_word
+from hf_lohan.costs.quantization import Quantization
 from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"

@@ -2,7 +2,7 @@
 chunks write to, their keys and values, and sums of gradients.
 
 Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass all tensors
-that the pass frees get planned addresses (`planner.address_plan`). Tensors that share addresses have a block of memory,
+that the pass frees get planned addresses (`costs.address_plan`). Tensors that share addresses have a block of memory,
 which exists from the first of them to the last. So these tensors leave no holes between those of PyTorch's kernels.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef
+from hf_lohan.costs.address_plan import aligned, plan_addresses
 from hf_lohan.device.lanes import DeviceMemory, Event, Lane
-from hf_lohan.planner.address_plan import aligned, plan_addresses
 
 _MOST_PLANS = 64
 """Plans of passes that are remembered, such as those of batches of different lengths."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.annexes import need_annex
 from hf_lohan.config import AUTO, ExpertCachePolicy, ResolvedConfig
+from hf_lohan.costs import SizeClass
+from hf_lohan.costs.step.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.device import BufferPool, CpuDevice, Event
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
@@ -39,8 +41,6 @@ from hf_lohan.experts import (
     make_policy,
 )
 from hf_lohan.model import Block, Chunk, ParamSlice, experts_by_rank
-from hf_lohan.planner import SizeClass
-from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import DeviceSums, RowExchange, StepAgreement
 from hf_lohan.store import Store

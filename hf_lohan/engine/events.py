@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from hf_lohan.costs import BudgetError
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.planned_memory import HEADROOM, PlannedMemory
 from hf_lohan.model import Block
-from hf_lohan.planner import BudgetError
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
 

@@ -11,12 +11,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.costs.quantization import LARGEST_BLOCK
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.engine.commits import has_steps
 from hf_lohan.files import Extent, ForeignStoreError
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim.precision import decode_master_
-from hf_lohan.planner.quantization import LARGEST_BLOCK
 from hf_lohan.quantize import PackedForm, WeightPacker
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store

@@ -15,11 +15,11 @@ from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
+from hf_lohan.costs import ActivationPlacements, BudgetError
 from hf_lohan.device import BufferPool
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
-from hf_lohan.planner import ActivationPlacements, BudgetError
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec

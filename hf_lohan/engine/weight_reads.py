@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight_refusal
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
+from hf_lohan.costs import SizeClass
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.updates import WeightChange
 from hf_lohan.weights import RowLoads

@@ -21,11 +21,11 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from hf_lohan.costs import shared_segments
 from hf_lohan.device import Device
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.experts.lent_experts import Lending, LentExpert
 from hf_lohan.experts.routing import Routing
-from hf_lohan.planner import shared_segments
 from hf_lohan.ranks import IS_OF_TOKEN, CallOfRank, ChosenRows, ExpertCall, Links, Ranks, RowExchange
 
 _CALLS = (Call.FORWARD, Call.AGAIN, Call.BACKWARD)

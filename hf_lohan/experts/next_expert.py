@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.experts.expert_schedule import ExpertSchedule
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.weights import NextLoad, Slot, SlotLoad, SlotRing
 from hf_lohan.weights.schedule import NEVER
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import (
     Device,
     GpuLink,
@@ -23,7 +24,6 @@ from hf_lohan.device import (
 )
 from hf_lohan.hardware.direct_io import why_no_direct_io
 from hf_lohan.hardware.paths import text_of
-from hf_lohan.planner import HardwareProfile
 from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"

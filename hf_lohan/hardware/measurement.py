@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import COMPUTING_RATES, CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.device import Device, available_host_memory_bytes
 from hf_lohan.files import SECTOR_BYTES, StorePath
 from hf_lohan.files.directories import resolve_capacities
@@ -25,7 +26,6 @@ from hf_lohan.hardware.rates import (
     measure_links,
 )
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
-from hf_lohan.planner import COMPUTING_RATES, CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.threads import set_compute_threads
 

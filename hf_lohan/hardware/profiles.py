@@ -18,6 +18,7 @@ import yaml
 
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.config.values import read_yaml
+from hf_lohan.costs import HardwareProfile, ProfileError
 from hf_lohan.device import Device
 from hf_lohan.files import CapacityError, replace_durably
 from hf_lohan.files.directories import make_directory
@@ -26,7 +27,6 @@ from hf_lohan.hardware.machine import cpu_name, device_name
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware, store_paths, with_present_room
 from hf_lohan.hardware.paths import existing_directory, mount_of
 from hf_lohan.hardware.rates import AttentionShape, MatrixShape
-from hf_lohan.planner import HardwareProfile, ProfileError
 from hf_lohan.threads import usable_cpus
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_lohan.compat.torch_private import sequence_number
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Device
 from hf_lohan.micro_batches.leaves import GradientSums, MicroBatchLeaves
 from hf_lohan.micro_batches.lockstep import Lockstep
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.planner import SizeClass
 from hf_lohan.threads import ThreadSettings
 from hf_lohan.weights import BlocksInUse, Slot, SlotRing
 

@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
+from hf_lohan.costs import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
+from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.optim import TIE_RUN_NUMEL, MasterFormat, master_format
-from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
-from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.quantize import PackedForm
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hf_lohan.compat.torch_private import storage_id
+from hf_lohan.costs import Quantization, SizeClass
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_large_granules
 from hf_lohan.model.experts import FusedExperts, find_experts
 from hf_lohan.model.packed_weights import packed_forms
 from hf_lohan.optim import ADAMW, MUON, MasterFormat, MomentDtype, UpdateRule, master_format
-from hf_lohan.planner import Quantization, SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)

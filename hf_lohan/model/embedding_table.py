@@ -9,8 +9,8 @@ import numpy.typing as npt
 from torch import nn
 
 from hf_lohan.compat.torch_private import own_parameters
+from hf_lohan.costs import ModelProfile
 from hf_lohan.model.discovery import ModelBlocks
-from hf_lohan.planner import ModelProfile
 from hf_lohan.store import GRANULE_NUMEL
 
 RowIds = npt.NDArray[np.int64]

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from hf_lohan.costs import Quantization
 from hf_lohan.model.experts import fused_experts
-from hf_lohan.planner import Quantization
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form
 
 logger = logging.getLogger(__name__)

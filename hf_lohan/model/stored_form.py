@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_lohan.costs import Quantization, SizeClass, owned_experts
+from hf_lohan.costs.record_traffic import PARAM
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, STOCHASTIC, MasterFormat, MomentDtype
-from hf_lohan.planner import Quantization, SizeClass, owned_experts
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"

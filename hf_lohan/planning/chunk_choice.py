@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hf_lohan.planner import ModelProfile, OffloadPlan
-from hf_lohan.planner.fitting import layer_working_bytes, tied_gradient_bytes
+from hf_lohan.costs import ModelProfile, OffloadPlan
+from hf_lohan.costs.fitting import layer_working_bytes, tied_gradient_bytes
 
 LEAST_CHUNK_TOKENS = 256
 """Smaller chunks make matrix products slow, and hardly save memory."""

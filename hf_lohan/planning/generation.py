@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 from hf_lohan.config import ResolvedConfig
-from hf_lohan.files import SECTOR_BYTES
-from hf_lohan.model import (
-    Block,
-    find_experts,
-    round_up,
-    rows_granule_bytes,
-    stored_form,
-    table_to_load_by_rows,
-)
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     BudgetError,
     KeysAndValues,
     PoolRequest,
@@ -30,8 +21,17 @@ from hf_lohan.planner import (
     slots_for_generation,
     token_traffic,
 )
-from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
-from hf_lohan.planner.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
+from hf_lohan.costs.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.costs.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
+from hf_lohan.files import SECTOR_BYTES
+from hf_lohan.model import (
+    Block,
+    find_experts,
+    round_up,
+    rows_granule_bytes,
+    stored_form,
+    table_to_load_by_rows,
+)
 from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, shards_of, streams_experts
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.wording import format_bytes

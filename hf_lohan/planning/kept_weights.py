@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_lohan.config import AUTO, Collectives
+from hf_lohan.costs import SizeClass
+from hf_lohan.costs.collectives import WEIGHT_FORMAT, WithinCodec
+from hf_lohan.costs.record_traffic import PARAM
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
-from hf_lohan.planner.collectives import WEIGHT_FORMAT, WithinCodec
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
 

@@ -13,6 +13,21 @@ from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig, SsdPath
+from hf_lohan.costs import (
+    BlockGradient,
+    BlockShape,
+    BudgetError,
+    Collectives,
+    PoolPlan,
+    PoolRequest,
+    RecordTraffic,
+    SizeClass,
+    choose_resident_records,
+    plan_pools,
+    step_traffic,
+)
+from hf_lohan.costs.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_of_ranks
+from hf_lohan.costs.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
@@ -29,21 +44,6 @@ from hf_lohan.model import (
     stored_form,
     table_to_load_by_rows,
 )
-from hf_lohan.planner import (
-    BlockGradient,
-    BlockShape,
-    BudgetError,
-    Collectives,
-    PoolPlan,
-    PoolRequest,
-    RecordTraffic,
-    SizeClass,
-    choose_resident_records,
-    plan_pools,
-    step_traffic,
-)
-from hf_lohan.planner.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_of_ranks
-from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import (
     coded_bytes_within,
     kept_bytes,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_lohan.planner import BudgetError
+from hf_lohan.costs import BudgetError
 from hf_lohan.planning.step_plan import PlannedStep
 
 MOST_TOKENS = 1 << 20

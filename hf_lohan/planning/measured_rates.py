@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from hf_lohan.planner import COMPUTING_RATES, HardwareProfile, forecast, with_changed
-from hf_lohan.planner.costs.step_costs import ssd_s
+from hf_lohan.costs import COMPUTING_RATES, HardwareProfile, forecast, with_changed
+from hf_lohan.costs.step.step_costs import ssd_s
 from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import BlockProfile, ModelProfile, SizeClass
 from hf_lohan.model import base_of
 from hf_lohan.model.discovery import find_layers
-from hf_lohan.planner import BlockProfile, ModelProfile, SizeClass
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")

@@ -18,16 +18,7 @@ from torch import nn
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, ResolvedConfig
-from hf_lohan.device import Device
-from hf_lohan.files.durable_file import read_whole, replace_durably
-from hf_lohan.hardware import (
-    MeasuringEffort,
-    cached_hardware,
-    has_cached_hardware,
-    measure_computing,
-    with_gpu_link,
-)
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     MOST_WRONG_GUESSES,
     BudgetError,
     Collectives,
@@ -40,6 +31,15 @@ from hf_lohan.planner import (
     forecast,
     scaled_to,
     stock_training_fit,
+)
+from hf_lohan.device import Device
+from hf_lohan.files.durable_file import read_whole, replace_durably
+from hf_lohan.hardware import (
+    MeasuringEffort,
+    cached_hardware,
+    has_cached_hardware,
+    measure_computing,
+    with_gpu_link,
 )
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import MeasuredComputing, StepTimes, corrected_hardware, fixed_s, usual_step

@@ -9,8 +9,8 @@ import torch
 
 from hf_lohan.activations.layer_runs import row_memory_bytes
 from hf_lohan.activations.token_ranges import RowPieces
-from hf_lohan.planner import SizeClass
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.costs import SizeClass
+from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planning.layout import OffloadLayout
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, ResolvedConfig, interval_s
-from hf_lohan.model import owners_of, with_rows
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     INPUT,
     MIN_SLOTS_TO_LEND,
     BudgetError,
@@ -32,9 +31,10 @@ from hf_lohan.planner import (
     fits_without_offloading,
     plan_offload,
 )
-from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
-from hf_lohan.planner.fitting import cpu_memory_advice, device_memory_advice, room_to_hold_bytes
-from hf_lohan.planner.search.plan_search import least_wearing
+from hf_lohan.costs.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.costs.fitting import cpu_memory_advice, device_memory_advice, room_to_hold_bytes
+from hf_lohan.costs.search.plan_search import least_wearing
+from hf_lohan.model import owners_of, with_rows
 from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import profile_together

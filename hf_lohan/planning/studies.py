@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_lohan.annexes import find_annex, need_annex
-from hf_lohan.planner import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
+from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
 
 SIMULATED = ("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes")
 """Figures of a simulated step in JSON."""

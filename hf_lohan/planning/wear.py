@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from hf_lohan.costs import drive_life, written_bytes
+from hf_lohan.costs.offload_plan import MOST_LOST_S
+from hf_lohan.costs.record_traffic import FETCHED_KINDS
 from hf_lohan.optim import ADAMW, STOCHASTIC, MomentDtype, master_format
 from hf_lohan.optim.moments import MOMENT_CODECS
-from hf_lohan.planner import drive_life, written_bytes
-from hf_lohan.planner.offload_plan import MOST_LOST_S
-from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.wording import drive_bytes, format_bytes, percent, states_setting

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_lohan.planner.quantization import CodeKind, EncodedMatrix
+from hf_lohan.costs.quantization import CodeKind, EncodedMatrix
 from hf_lohan.quantize import packed_form
 from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_lohan.planner.quantization import SCALES_PER_SCALE, Quantization
+from hf_lohan.costs.quantization import SCALES_PER_SCALE, Quantization
 from hf_lohan.quantize import packed_form
 from hf_lohan.quantize.packed_form import PackedForm
 

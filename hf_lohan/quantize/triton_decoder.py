@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_lohan.planner.quantization import SCALES_PER_SCALE, EncodedMatrix
+from hf_lohan.costs.quantization import SCALES_PER_SCALE, EncodedMatrix
 
 _BYTES_PER_PROGRAM = 1024
 _LARGEST_INT32 = (1 << 31) - 1

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from hf_lohan import __version__
+from hf_lohan.costs import OffloadPlan
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CapacityError, StorageError, replace_durably, write_failure
 from hf_lohan.files.directories import make_folders
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.optim import OffloadOptimizer
-from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.planning.wear import Wear, wear_of
 from hf_lohan.ranks import Ranks

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Buffer, BufferPool, Device, Lane
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import MeasuredCodec
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates.gradients import ArrivedChunk

@@ -11,9 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Buffer, BufferPool, Device, Lane
 from hf_lohan.model import Chunk
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import (
     CodedValues,
     CompleteGradient,

@@ -21,11 +21,11 @@ import torch
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from hf_lohan.costs.step.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import Extent
 from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice, round_up
 from hf_lohan.optim import TIE_CODES, TIE_RUN_NUMEL, AdamWGroup, Segment, replay_, within
-from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.store import RecordRead, Store, StoreLayout
 
 GroupOf: TypeAlias = Callable[[ParamSlice], Hashable]

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.costs import MOST_WRONG_GUESSES
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.optim import AdamWGroup, UpdateRule
-from hf_lohan.planner import MOST_WRONG_GUESSES
 from hf_lohan.updates.gradients import NonFiniteGradientError
 from hf_lohan.updates.handover import WeightChange, WeightSlots
 from hf_lohan.updates.missed_steps import GroupOf

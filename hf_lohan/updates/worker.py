@@ -15,10 +15,10 @@ from functools import partial
 from threading import Lock
 from typing import Literal
 
+from hf_lohan.costs.parking import spread_share
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
-from hf_lohan.planner.parking import spread_share
 from hf_lohan.threads import Command, WorkThread
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater

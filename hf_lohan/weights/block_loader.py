@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import CodedTraffic
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.weights.block_loader import Loads
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 
 NEVER = 1 << 60
 """A place after the end of every pass."""

@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.costs.record_traffic import PARAM
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import CodedTraffic, DeviceLane, LaneClosedError, Links, RanksDisagreeError, Rounds
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
 from hf_lohan.compat.torch_private import StorageWeakRef, in_own_storage, tree_map
+from hf_lohan.costs import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
-from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.updates import BorrowedSlot, WeightChange, WeightSlots
 
 _NUM_LAST_CHANGES = 64

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.costs.record_traffic import PARAM
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener

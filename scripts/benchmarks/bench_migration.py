@@ -38,11 +38,7 @@ from step_bound import least_step_s
 from hf_lohan.annexes.studies import solvers
 from hf_lohan.annexes.studies.solvers import choose_solver
 from hf_lohan.config import OffloadConfig
-from hf_lohan.engine import OffloadEngine
-from hf_lohan.hardware import read_hardware
-from hf_lohan.huggingface.attachment import offload_model
-from hf_lohan.huggingface.offloaded_model import run_plan_of
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     BlockProfile,
     HardwareProfile,
     ModelProfile,
@@ -51,6 +47,10 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.hardware import read_hardware
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.testing.stored_state import Content, content_of
 
 ROOT = Path(__file__).resolve().parents[2]

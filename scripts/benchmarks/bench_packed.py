@@ -27,8 +27,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_lohan
 import hf_lohan.engine.tiers
+from hf_lohan.costs import Quantization
 from hf_lohan.files import IoEngine
-from hf_lohan.planner import Quantization
 from hf_lohan.quantize import FourBitForm
 from hf_lohan.report.run_data import FOLDER, STEPS_NAME
 from hf_lohan.testing.storage_doubles import PacedBackend

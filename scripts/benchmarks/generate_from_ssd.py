@@ -42,12 +42,12 @@ import hf_lohan.experts.expert_loader
 import hf_lohan.huggingface.attachment
 import hf_lohan.weights.block_loader
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import KeysAndValues, SizeClass
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.experts.expert_schedule import DueExpert, ExpertSchedule
 from hf_lohan.files import IoEngine
 from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.generate.text_generation import PassClock
-from hf_lohan.planner import KeysAndValues, SizeClass
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.storage_doubles import PacedBackend

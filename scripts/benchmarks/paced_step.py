@@ -48,12 +48,12 @@ import hf_lohan
 import hf_lohan.engine.tiers
 from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import HardwareProfile, forecast
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import IoEngine
 from hf_lohan.hardware import cached_hardware, measure_hardware
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.offloaded_model import run_plan_of
-from hf_lohan.planner import HardwareProfile, forecast
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.storage_doubles import PacedBackend

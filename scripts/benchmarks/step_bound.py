@@ -17,10 +17,10 @@ import numpy as np
 from hf_lohan.annexes.studies.simulation.block_work import StepRules, block_works
 from hf_lohan.annexes.studies.simulation.simulated_step import lane_rules
 from hf_lohan.annexes.studies.simulation.step_tasks import DEFAULT_SLOTS, order_loads
-from hf_lohan.planner import HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup
-from hf_lohan.planner.costs.step_costs import operation_s
-from hf_lohan.planner.fitting import layer_needs, measure_room, room_to_hold_bytes, tied_gradient_bytes
-from hf_lohan.planner.offload_plan import INPUT
+from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup
+from hf_lohan.costs.fitting import layer_needs, measure_room, room_to_hold_bytes, tied_gradient_bytes
+from hf_lohan.costs.offload_plan import INPUT
+from hf_lohan.costs.step.step_costs import operation_s
 
 
 class _Program:

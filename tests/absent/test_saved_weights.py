@@ -12,9 +12,9 @@ from torch.autograd.graph import Node
 
 from hf_lohan.absent import StandIns, saved_weight_hooks
 from hf_lohan.absent.saved_weights import WatchedTensor, WeightHandle
+from hf_lohan.costs import SizeClass
 from hf_lohan.engine import OffloadEngine, model_hooks
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 

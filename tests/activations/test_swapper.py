@@ -17,10 +17,10 @@ from swapper_bench import GRANULE_BYTES, SwapperBench
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import is_swappable
+from hf_lohan.costs import Placement
 from hf_lohan.device import Event, Lane
 from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.hardware import anonymous_memory_bytes
-from hf_lohan.planner import Placement
 from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, SlowBackend
 from hf_lohan.threads import keep_freed_memory
 

@@ -19,8 +19,8 @@ from hf_lohan.cli import app, plan_report
 from hf_lohan.cli.plan_report import print_plan
 from hf_lohan.cli.plan_request import PlanRequest
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import HardwareProfile
 from hf_lohan.planning import shared_machine
 from hf_lohan.testing.models import tiny_config
 from hf_lohan.wording import drive_bytes

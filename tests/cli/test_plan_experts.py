@@ -19,7 +19,7 @@ from moe_shapes import MOE_CONFIGS
 from planned_models import DESKTOP, drives, estimate, hardware_file, plan, planned
 
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 from hf_lohan.testing.models import tiny_config
 
 GB, WITHIN = 1e9, 0.1

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
+from hf_lohan.costs import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.device import GpuLink, LinkKind
 from hf_lohan.hardware import MachineFacts, PathFacts
-from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 
 GIB = 1 << 30
 GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import gpu_links, links_between_gpus
 from hf_lohan.device.gpu_links import (
     GpuLink,
@@ -20,7 +21,6 @@ from hf_lohan.device.gpu_links import (
     why_not_linked,
 )
 from hf_lohan.hardware import with_gpu_link
-from hf_lohan.planner import HardwareProfile
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV4\tPHB\tSYS\tPIX\t0-31\t0\t\tN/A

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import StandIns, saved_weight_hooks
 from hf_lohan.activations.tiers import ActivationTiers
+from hf_lohan.costs import INPUT, Placement
 from hf_lohan.device import CpuDevice, Device, HostStack
-from hf_lohan.planner import INPUT, Placement
 
 WIDTH = 16
 NUM_LAYERS = 3

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from hf_lohan.activations.trace import LayerTrace
-from hf_lohan.planner import INPUT, ActivationPlacements, Placement
+from hf_lohan.costs import INPUT, ActivationPlacements, Placement
 
 EVERYWHERE = tuple(Placement)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapped_tensor import SwappedTensor
+from hf_lohan.costs import Placement
 from hf_lohan.files import CorruptionError, FileBackend, StorageError
-from hf_lohan.planner import Placement
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 

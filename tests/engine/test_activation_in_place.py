@@ -11,8 +11,8 @@ from async_device import AsyncDevice
 from layered_model import WIDTH, Forward, Layer, LayeredModel, all_equal
 from torch import Tensor
 
+from hf_lohan.costs import Placement
 from hf_lohan.device import Device
-from hf_lohan.planner import Placement
 
 PLACES = pytest.mark.parametrize("place", [Placement.GPU, Placement.CPU])
 SWAPPED = Placement.CPU

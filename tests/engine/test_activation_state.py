@@ -23,8 +23,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from hf_lohan.absent import StandIns, saved_weight_hooks
 from hf_lohan.activations.layer_runs.module_state import ModuleState
+from hf_lohan.costs import Placement
 from hf_lohan.device import CpuDevice
-from hf_lohan.planner import Placement
 
 SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
 

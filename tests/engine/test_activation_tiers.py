@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lohan.activations import anchor_name, layer_frame
 from hf_lohan.compat.torch_private import StorageWeakRef
+from hf_lohan.costs import INPUT, Placement
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.planner import INPUT, Placement
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_lohan.costs import BudgetError
 from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
 from hf_lohan.model import hidden_matrices
-from hf_lohan.planner import BudgetError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

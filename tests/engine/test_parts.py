@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess, drain_model, open_tiers
 from hf_lohan.model import Block, ModelBlocks, discover_blocks, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL

@@ -13,8 +13,8 @@ from mixtures import all_in
 
 from hf_lohan.activations.tiers import placed_bytes, swap_everything
 from hf_lohan.activations.trace import LayerTrace
+from hf_lohan.costs import INPUT, Placement
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.planner import INPUT, Placement
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 TwinsFactory = Callable[..., Any]

@@ -22,13 +22,13 @@ from engines import PlannedError
 from torch import Tensor
 
 from hf_lohan.activations.tiers import placed_bytes
+from hf_lohan.costs import Placement
+from hf_lohan.costs.search.candidate_memory import held_beside
 from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import FileBackend, StorageError
 from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import Placement
-from hf_lohan.planner.search.candidate_memory import held_beside
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 

@@ -14,7 +14,7 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.planner import Placement
+from hf_lohan.costs import Placement
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
 NUM_STEPS = 3

@@ -17,12 +17,12 @@ from engines import open_engine, resolved
 from torch import Tensor
 
 from hf_lohan.activations.tiers import Sizes
+from hf_lohan.costs import Placement
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import Placement
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 

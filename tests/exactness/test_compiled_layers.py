@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import Quantization
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.compiling import check_compiling, compile_model
@@ -28,7 +29,6 @@ from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import packed_forms
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import Quantization
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 SMALL = {"cpu_memory": "64MiB", "gpu_memory": "16MiB"}

@@ -15,8 +15,8 @@ from trajectories import arguments, assert_same_bits, dataset, finish, train_sto
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
+from hf_lohan.costs import SizeClass
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.planner import SizeClass
 
 NUM_STEPS = 3
 UNCLIPPED: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 0.0, "weight_decay": 0.1}

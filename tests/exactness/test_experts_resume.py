@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
+from hf_lohan.costs import SizeClass
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import tiny_model
 
 FAMILY = "mixtral"

@@ -15,7 +15,7 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.planner import HardwareProfile
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
 

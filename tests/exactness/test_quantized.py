@@ -30,6 +30,7 @@ import hf_lohan
 from hf_lohan.annexes.resharding import reshard_stores
 from hf_lohan.cli.stores import verify_stores
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import Quantization
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
@@ -40,7 +41,6 @@ from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.experts import find_experts
 from hf_lohan.model.packed_weights import name_in_base, packed_forms
-from hf_lohan.planner import Quantization
 from hf_lohan.planning import lay_out
 from hf_lohan.quantize import values_of
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows

@@ -16,10 +16,10 @@ from trajectories import CLIPS_SOME_STEPS, SMALL_BUDGETS, assert_equal, train_of
 import hf_lohan
 import hf_lohan.planning.layout
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import RecordTraffic, step_traffic
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import RecordTraffic, step_traffic
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -11,11 +11,11 @@ import torch
 from slot_plans import plan_of_slots
 from torch import nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights import Slot, SlotRing
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
 from hf_lohan.experts.next_expert import NextExpert
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.weights import Slot, SlotRing
 
 

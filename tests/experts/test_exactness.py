@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import TwinsFactory
 
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 from hf_lohan.testing.models import tiny_batch
 
 STREAMED: dict[str, Any] = {"experts": "streamed", "hold_gradients": False}

@@ -10,12 +10,12 @@ import torch
 from async_device import AsyncDevice
 from torch import Tensor, nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, Event, Lane
 from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot

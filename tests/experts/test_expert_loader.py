@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from expert_lanes import CountingSource, ExpertLane
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.timeline import COMPUTE_WAITS
 
 LaneFactory = Callable[..., ExpertLane]

@@ -18,10 +18,10 @@ from routings import routed
 import hf_lohan.experts.expert_schedule as schedule_module
 import hf_lohan.experts.next_expert as next_module
 import hf_lohan.weights.schedule as passes_module
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Event
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.experts.next_expert import FarthestUse
-from hf_lohan.planner import SizeClass
 from hf_lohan.weights import Slot
 
 

@@ -9,7 +9,7 @@ import torch
 from async_device import AsyncDevice
 from engines import TwinsFactory
 
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 
 NUM_QUICK_SEEDS = 2
 

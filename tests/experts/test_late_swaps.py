@@ -8,7 +8,7 @@ from covering import slow_but
 from engines import TwinsFactory
 from expert_models import least_gpu_memory
 
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 from hf_lohan.testing.models import tiny_model
 
 

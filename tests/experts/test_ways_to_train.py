@@ -14,10 +14,10 @@ from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
 from expert_models import least_gpu_memory
 
 import hf_lohan
+from hf_lohan.costs import BudgetError, SizeClass
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.model import ParamSlice, stored_form
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import BudgetError, SizeClass
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from coded_sums import decode_sum_, decode_sum_encode
 
-from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.costs import Quantization
+from hf_lohan.costs.quantization import EncodedMatrix
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form, packed_form
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec
 

@@ -8,8 +8,8 @@ import pytest
 from planned_models import TINY_EFFORT
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.hardware import MeasuringEffort
-from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 
 
 @pytest.fixture

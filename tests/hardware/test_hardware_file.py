@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_lohan.costs import HardwareProfile, ProfileError
 from hf_lohan.hardware import read_hardware, write_hardware
-from hf_lohan.planner import HardwareProfile, ProfileError
 
 LEAST = """
 device: {flops_per_s: 160e12, memory_bytes: 24GB}

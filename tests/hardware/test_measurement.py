@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import CpuDevice, available_host_memory_bytes
 from hf_lohan.hardware import AttentionShape, MatrixShape, MeasuringEffort, measure_hardware
 from hf_lohan.hardware.machine import cpu_name
 from hf_lohan.hardware.measurement import with_present_room
-from hf_lohan.planner import HardwareProfile
 
 SHAPES = [MatrixShape(64, 32, 16), MatrixShape(64, 16, 16, count=2, num_matrices=2)]
 ATTENTION = AttentionShape(num_heads=4, num_tokens=300, key_dim=16, value_dim=8)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import CpuDevice
 from hf_lohan.files.directories import make_directory
 from hf_lohan.hardware import (
@@ -27,7 +28,6 @@ from hf_lohan.hardware import (
     has_cached_hardware,
     profiles,
 )
-from hf_lohan.planner import HardwareProfile
 
 SHAPES = (MatrixShape(64, 32, 16),)
 Ask = Callable[..., HardwareProfile]

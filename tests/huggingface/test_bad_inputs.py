@@ -9,8 +9,8 @@ import pytest
 from transformers import TrainingArguments
 
 import hf_lohan
+from hf_lohan.costs import BudgetError
 from hf_lohan.files import CapacityError, ForeignStoreError
-from hf_lohan.planner import BudgetError
 from hf_lohan.testing.models import tiny_model, tiny_rows
 
 

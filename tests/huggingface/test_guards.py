@@ -20,13 +20,13 @@ from transformers.optimization import AdafactorSchedule
 import hf_lohan
 from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import Quantization
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
 from hf_lohan.huggingface.models.adapters import check_peft_config, refuse_allocation
 from hf_lohan.huggingface.models.quantized_checkpoints import name_unpacked
 from hf_lohan.huggingface.ranks import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
-from hf_lohan.planner import Quantization
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

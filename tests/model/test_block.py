@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block, ChunkPiece, lay_out_block, ranges, round_up
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, with_large_granules
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 often = settings(max_examples=150)

@@ -11,9 +11,9 @@ import torch
 from architectures import ARCHITECTURES, NUM_LAYERS, model_of
 from torch import nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import DiscoveryError, discover_blocks
 from hf_lohan.model.discovery import find_layers
-from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import tiny_model
 
 

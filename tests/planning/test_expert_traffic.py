@@ -13,9 +13,9 @@ from torch import nn
 from transformers import TrainingArguments
 
 import hf_lohan
+from hf_lohan.costs import forecast
+from hf_lohan.costs.step.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.huggingface.offloaded_model import run_plan_of
-from hf_lohan.planner import forecast
-from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep
 from hf_lohan.testing.models import tiny_model, tiny_rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_lohan.planner import BudgetError
+from hf_lohan.costs import BudgetError
 from hf_lohan.planning import LongestRow, longest_row, plan_epoch, read_lengths
 from hf_lohan.planning.lengths import MOST_TOKENS
 

@@ -17,11 +17,11 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.config import Collectives, OffloadConfig, parse_bytes
+from hf_lohan.costs import HardwareProfile, SizeClass
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import HardwareProfile, SizeClass
 from hf_lohan.planning import RunPlan, lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows

@@ -12,8 +12,8 @@ import pytest
 import torch
 from engines import resolved
 
+from hf_lohan.costs import COMPUTING_RATES, HardwareProfile, OffloadPlan, forecast
 from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import COMPUTING_RATES, HardwareProfile, OffloadPlan, forecast
 from hf_lohan.planning import RunPlan, StepShape, lay_out, measured_rates, run_plan
 from hf_lohan.planning.measured_rates import computing_slower, drives_slower, optimizer_slower
 from hf_lohan.planning.step_plan import plan_again

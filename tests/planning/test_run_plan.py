@@ -10,7 +10,7 @@ import torch
 from engines import resolved
 
 from hf_lohan.annexes.studies import Studies
-from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
+from hf_lohan.costs import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import plan_again

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config
 
 from hf_lohan.cli.plan_report import print_plan
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, plan_run
-from hf_lohan.planner import SizeClass
+from hf_lohan.costs import SizeClass
 from hf_lohan.planning.shared_rows import key_numel, tokens_of_rank
 from hf_lohan.testing.models import tiny_config
 from hf_lohan.wording import format_bytes

@@ -20,6 +20,7 @@ from planned_models import TINY_EFFORT
 
 from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import BudgetError, HardwareProfile
 from hf_lohan.device import CpuDevice
 from hf_lohan.device.host_stack import HostStack
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
@@ -29,7 +30,6 @@ from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.offloaded_model import enable_recompute
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out, run_plan
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from hf_lohan import Trainer
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import ModelProfile
+from hf_lohan.costs.fitting import layer_working_bytes, outer_working_bytes
 from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import ModelProfile
-from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
 from hf_lohan.planning import RunPlan, StepShape, lay_out, plan_step, run_plan, trace_blocks
 from hf_lohan.planning.run_plan import hooks_taken_off
 from hf_lohan.testing.models import tiny_model

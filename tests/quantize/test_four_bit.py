@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.planner import Quantization
+from hf_lohan.costs import Quantization
 from hf_lohan.quantize import Packer, decode_
 
 FORMS = [

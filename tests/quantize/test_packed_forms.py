@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.costs import Quantization
+from hf_lohan.costs.quantization import EncodedMatrix
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, encoded_weights, int8_form
 from hf_lohan.quantize.encoded_weights import EncodedWeight, decode_fp4, decode_int4, decode_int8, decode_numbers
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import hf_lohan
-from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.costs import Quantization
+from hf_lohan.costs.quantization import EncodedMatrix
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form, packed_form
 from hf_lohan.testing.models import tiny_model, tiny_rows
 

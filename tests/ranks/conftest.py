@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lohan.planner import cuts
+from hf_lohan.costs import cuts
 
 sys.path.insert(0, str(Path(__file__).parent))  # started processes inherit it
 

@@ -22,8 +22,8 @@ from equal_tensors import assert_same_tensors
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 from training_ranks import assert_same_ranks, assert_same_run
 
+from hf_lohan.costs import Collectives
 from hf_lohan.engine import ranks as engine_ranks
-from hf_lohan.planner import Collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.models import tiny_model

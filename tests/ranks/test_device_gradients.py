@@ -25,10 +25,10 @@ from test_training import NUM_STEPS, train_rank, train_stock
 from torch import Tensor, nn
 from training_ranks import Trained, assert_same_ranks, assert_same_run
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import (
     GRADIENTS_INT8,
     DeviceLanes,

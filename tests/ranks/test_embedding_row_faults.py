@@ -26,8 +26,8 @@ from rank_processes import RankProcesses
 from torch import Tensor
 
 from hf_lohan.annexes.embedding_rows.row_loads import ShardedRows
+from hf_lohan.costs import cuts
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.planner import cuts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks

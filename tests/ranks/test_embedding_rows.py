@@ -24,9 +24,9 @@ from embedding_ranks import (
 from equal_tensors import same_bits
 from torch import Tensor
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import rows_between
-from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import TableRows
 from hf_lohan.ranks.collectives.node_sums import SUM_PIECE_NUMEL
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -35,11 +35,11 @@ from torch import nn
 from trained_nodes import part_numel, quiet_bytes
 
 from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.costs import owned_experts
 from hf_lohan.device import CpuDevice
 from hf_lohan.model import find_experts
 from hf_lohan.model.experts import experts_as_stored
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange

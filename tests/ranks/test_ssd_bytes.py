@@ -10,8 +10,8 @@ from engines import ONE_GENERATOR
 from torch import Tensor
 from training_ranks import rank_engine, take_steps
 
+from hf_lohan.costs import HardwareProfile
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.planner import HardwareProfile
 from hf_lohan.planning import StepShape, plan_step
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model

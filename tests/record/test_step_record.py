@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
+from hf_lohan.costs import HardwareProfile, plan_offload
 from hf_lohan.files import StorageError
 from hf_lohan.huggingface.offloaded_model import run_plan_of
-from hf_lohan.planner import HardwareProfile, plan_offload
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
 NUM_STEPS, MORE_STEPS, BATCH_SIZE, ACCUMULATE, SEQUENCE_LENGTH = 6, 2, 2, 2, 16

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hf_lohan.planner import (
+from hf_lohan.costs import (
     BlockProfile,
     CpuProfile,
     DeviceProfile,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.planner import BudgetError
+from hf_lohan.costs import BudgetError
 from hf_lohan.planning import lay_out
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "development"))

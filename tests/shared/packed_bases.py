@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.costs import Quantization
 from hf_lohan.engine import ParameterAccess, drain_model
 from hf_lohan.huggingface.models.checkpoint_form import CheckpointForm, read_form
 from hf_lohan.huggingface.models.hub import opened_tensors, quantization_of
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import name_in_base, packed_forms
-from hf_lohan.planner import Quantization
 from hf_lohan.testing.models import tiny_model
 
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}

@@ -20,8 +20,8 @@ from hf_lohan.annexes.studies import Studies
 from hf_lohan.annexes.studies.solvers import choose_solver
 from hf_lohan.cli import app, plan_changes, plan_report
 from hf_lohan.cli.plan_request import plan_run
+from hf_lohan.costs import OffloadPlan
 from hf_lohan.hardware import MeasuringEffort
-from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning import LongestRow
 from hf_lohan.testing.models import tiny_config
 

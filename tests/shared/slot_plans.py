@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.costs import PoolPlan, SizeClass
 
 
 def plan_of_slots(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.config import Schedule
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, mapped_empty
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.optim import AdamWGroup, MasterFormat
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, MissedSteps, StepCounts, UpdateSetup, UpToDateRecords
 from hf_lohan.updates.worker import Applied

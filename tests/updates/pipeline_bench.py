@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.config import Schedule
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
 from hf_lohan.updates.worker import Applied

@@ -12,10 +12,10 @@ import torch
 from pipeline_bench import CHUNK_NUMEL, GROUP, pool
 from torch import Tensor, nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
-from hf_lohan.planner import SizeClass
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
 from hf_lohan.updates.chunk_update import merge_segments
 from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient, GradientNorms

@@ -12,9 +12,9 @@ from async_device import AsyncDevice
 from paced_device import PacedDevice, SteppedClock
 from torch import nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import Buffer, BufferPool, CpuDevice, Event, Lane
 from hf_lohan.model import Block, Chunk, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.updates.handover import BorrowedSlot, Delivery, DeliveryListener, Handover, NewParams
 

@@ -12,8 +12,8 @@ from engines import EngineFactory, TwinsFactory
 from paced_device import PacedDevice, SteppedClock
 from torch import Tensor
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice, Lane
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates.handover import BorrowedSlot

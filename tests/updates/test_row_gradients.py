@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
-from hf_lohan.planner import SizeClass
 from hf_lohan.updates.row_gradients import RowGradient
 
 

@@ -11,11 +11,11 @@ import torch
 from slot_plans import plan_of_slots
 from torch import Tensor, nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, Event, Lane
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.updates import Delivery
 from hf_lohan.weights import LayerLoader, LocalWeights, SlotRing

@@ -12,9 +12,9 @@ import torch
 from slot_plans import plan_of_slots
 from torch import nn
 
+from hf_lohan.costs import PoolPlan, SizeClass
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.weights import BlockLoader, Slot, SlotRing
 
 NUM_LAYERS = 6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.weights import LoadSchedule
 from hf_lohan.weights.schedule import NEVER
 

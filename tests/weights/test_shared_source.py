@@ -20,11 +20,11 @@ from async_device import AsyncDevice
 from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
 from torch import Tensor, nn
 
+from hf_lohan.costs import PoolPlan, SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, Device, mapped_empty
 from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorageError, StorePath
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.model.stored_form import records_of_rank
-from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend

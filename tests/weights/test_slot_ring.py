@@ -10,9 +10,9 @@ from slot_plans import plan_of_slots
 from torch import nn
 
 from hf_lohan.compat.torch_private import without_torch_function
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 from hf_lohan.weights import SlotRing
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_lohan.costs.record_traffic import PARAM
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, RowIds, rows_between
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links, RanksDisagreeError, Rounds, bytes_of
 from hf_lohan.store import RecordRead

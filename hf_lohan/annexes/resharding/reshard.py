@@ -15,13 +15,13 @@ from torch import Tensor
 
 from hf_lohan.annexes.resharding.copied_commits import OldRun, OldStore, facts_of_all
 from hf_lohan.checkpoint.generations import RunStores, newest_common_commits, refuse_steps, stores_of
+from hf_lohan.costs import balanced_experts, most_rows, owned_experts
 from hf_lohan.device import mapped_empty
 from hf_lohan.experts import RoutedRows
 from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
-from hf_lohan.planner import balanced_experts, most_rows, owned_experts
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.layout import granules_of

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_lohan.planner.address_plan import ALIGN_BYTES, Allocation, aligned, live_bytes, plan_addresses
+from hf_lohan.costs.address_plan import ALIGN_BYTES, Allocation, aligned, live_bytes, plan_addresses
 
 _MIB = 1 << 20
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.annexes.studies.allocators import Addresses, compare_addresses
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.quantization import DEVICE_MEMORY_BYTES_PER_S
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.quantization import DEVICE_MEMORY_BYTES_PER_S
 
 TensorKind: TypeAlias = Literal["param", "gradient", "state", "activation", "intermediate"]
 TENSOR_KINDS: tuple[TensorKind, ...] = ("param", "gradient", "state", "activation", "intermediate")

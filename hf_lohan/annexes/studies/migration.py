@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.annexes.studies.placed_plan import fullest_bytes, placed_by_layer
-from hf_lohan.planner.costs.step_costs import block_forward_s, cheap_recompute_s, operation_s
-from hf_lohan.planner.fitting import measure_room, room_to_hold_bytes
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import INPUT, ActivationPlacements, OffloadPlan, Placement, TrainingSetup
+from hf_lohan.costs.fitting import measure_room, room_to_hold_bytes
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import ModelProfile
+from hf_lohan.costs.offload_plan import INPUT, ActivationPlacements, OffloadPlan, Placement, TrainingSetup
+from hf_lohan.costs.step.step_costs import block_forward_s, cheap_recompute_s, operation_s
 
 _Floats = npt.NDArray[np.float64]
 Score = Literal["benefit", "benefit_per_cost"]

@@ -9,15 +9,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.fitting import (
+from hf_lohan.costs.fitting import (
     allocator_bytes,
     measure_room,
     outer_working_bytes,
     room_to_hold_bytes,
 )
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import (
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import ModelProfile
+from hf_lohan.costs.offload_plan import (
     FETCH_AHEAD,
     INPUT,
     LAYERS_LEAVING,
@@ -27,8 +27,8 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside
-from hf_lohan.planner.search.plan_search import forecast
+from hf_lohan.costs.search.candidate_memory import FullestMoment, held_beside
+from hf_lohan.costs.search.plan_search import forecast
 
 Bytes = npt.NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hf_lohan.annexes.studies.lifetimes import TENSOR_KINDS, StepLifetimes, TensorKind
 from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import Resource, machine, resources_of
-from hf_lohan.planner import sweep_swapped_bytes
-from hf_lohan.planner.fitting import device_limit_bytes
+from hf_lohan.costs import sweep_swapped_bytes
+from hf_lohan.costs.fitting import device_limit_bytes
 from hf_lohan.wording import bottleneck_label, count, seconds
 
 if TYPE_CHECKING:

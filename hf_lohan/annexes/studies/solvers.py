@@ -12,9 +12,9 @@ from dataclasses import replace
 from hf_lohan.annexes.studies.migration import migrated_placements
 from hf_lohan.annexes.studies.placed_plan import with_placements
 from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
-from hf_lohan.planner.offload_plan import (
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
+from hf_lohan.costs.offload_plan import (
     INPUT,
     ActivationPlacements,
     OffloadPlan,

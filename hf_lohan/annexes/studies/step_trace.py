@@ -36,11 +36,11 @@ from hf_lohan.compat.torch_private import (
     tree_map_only,
 )
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import SizeClass
 from hf_lohan.model import discover_blocks
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
-from hf_lohan.planner import SizeClass
 from hf_lohan.planning import PlannedStep
 from hf_lohan.planning.layout import chunked_loss_of
 from hf_lohan.planning.tracing.experts_on_paper import NAME as EXPERTS

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_lohan.annexes.studies.simulation.simulated_step import SimulatedStep, simulate_step
 from hf_lohan.annexes.studies.solvers import choose_solver
-from hf_lohan.planner import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
+from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
 from hf_lohan.planning import PlannedStep
 from hf_lohan.planning.studies import SIMULATED, PlanStudies
 from hf_lohan.wording import listed, seconds

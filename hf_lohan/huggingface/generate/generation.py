@@ -17,12 +17,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import cache_among
+from hf_lohan.costs import KeysAndValues
 from hf_lohan.engine.ranks import all_agree
 from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.local_run import LocalRun, settings_given
 from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.models.weight_sink import make_placeholders
-from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, forward_without_values, lay_out_generation
 from hf_lohan.store import Store
 from hf_lohan.wording import format_bytes, times

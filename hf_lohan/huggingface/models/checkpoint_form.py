@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, bytes_in_file, sources_of_weights
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import Quantization
+from hf_lohan.costs.quantization import PACKED_METHODS, SCALES_PER_SCALE, CodeKind, EncodedMatrix
 from hf_lohan.huggingface.models.hub import SaidForm, Tensors, has_safetensors, method_of, opened_tensors
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     FUSED_EXPERTS,
@@ -36,8 +38,6 @@ from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model import Block, dtype_name
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import is_named, packed_forms
-from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE, CodeKind, EncodedMatrix
 from hf_lohan.quantize import EncodedForm, int8_form, join_scales, scale_values, values_of
 from hf_lohan.quantize.encoded_weights import EncodedWeight, UnreadTensor, decode_scales, whole_pieces
 

@@ -19,6 +19,7 @@ from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, MODE
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
 from hf_lohan.config.offload_config import SaveDtype
+from hf_lohan.costs import Quantization
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
@@ -28,7 +29,6 @@ from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from
 from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
 from hf_lohan.model import StoredForm, base_of, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
-from hf_lohan.planner import Quantization
 from hf_lohan.store import Store
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, UpToDateRecords
 

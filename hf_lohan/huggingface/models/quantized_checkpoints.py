@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.config import ResolvedConfig
+from hf_lohan.costs import Quantization
 from hf_lohan.huggingface.models.hub import SaidForm, Tensors
 from hf_lohan.model import dtype_name
 from hf_lohan.model.packed_weights import is_named, is_transposed, linear_routers
-from hf_lohan.planner import Quantization
 from hf_lohan.quantize.encoded_weights import (
     EncodedWeight,
     UnreadTensor,

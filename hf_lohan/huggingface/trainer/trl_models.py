@@ -29,6 +29,7 @@ from hf_lohan.compat.trl_private import (
     step_facts,
 )
 from hf_lohan.config import OffloadConfig, SsdPath
+from hf_lohan.costs import BudgetError
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import NOT_GIVEN
@@ -38,7 +39,6 @@ from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
 from hf_lohan.huggingface.models.recipe import model_class_of
 from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
-from hf_lohan.planner import BudgetError
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.report.run_data import STORE_FOLDER
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.activations.layer_runs.layer_run import LayerInputs, LayerRun
 from hf_lohan.activations.token_ranges import ChunkKeys, TokenRange
-from hf_lohan.planner.model_profile import OperationProfile
+from hf_lohan.costs.model_profile import OperationProfile
 from hf_lohan.planning.tracing.operations import BlockTrace, OperationTrace
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hf_lohan.costs.model_profile import OperationProfile
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.experts import FusedExperts
-from hf_lohan.planner.model_profile import OperationProfile
 
 NAME = "lohan.experts"
 """The `anchor_name` of the operation."""

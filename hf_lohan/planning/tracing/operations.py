@@ -28,8 +28,8 @@ from hf_lohan.compat.torch_private import (
     storage_id,
     tree_leaves,
 )
+from hf_lohan.costs.model_profile import Fusion, OperationProfile
 from hf_lohan.hardware import AttentionShape, MatrixShape
-from hf_lohan.planner.model_profile import Fusion, OperationProfile
 from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
 aten = torch.ops.aten

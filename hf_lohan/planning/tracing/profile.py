@@ -15,12 +15,12 @@ from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whol
 from hf_lohan.activations.chunked_layers import whole_layers
 from hf_lohan.activations.layer_runs.module_state import state_kept
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
+from hf_lohan.costs import ExpertsProfile, SizeClass
+from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
 from hf_lohan.hardware import AttentionShape, MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
-from hf_lohan.planner import ExpertsProfile, SizeClass
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.operations import AttentionWithoutDropout, BlockTrace
 from hf_lohan.planning.tracing.trace import ModelTrace

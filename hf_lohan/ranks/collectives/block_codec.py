@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lohan.planner.collectives import GRADIENT_FORMATS, GRADIENT_FORMATS_WITHIN, WEIGHT_FORMAT, CodecFormat
+from hf_lohan.costs.collectives import GRADIENT_FORMATS, GRADIENT_FORMATS_WITHIN, WEIGHT_FORMAT, CodecFormat
 from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
 
 

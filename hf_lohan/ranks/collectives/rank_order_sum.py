@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hf_lohan.costs.pool_plan import LINK_TILE_NUMEL
 from hf_lohan.device import Device, Lane
-from hf_lohan.planner.pool_plan import LINK_TILE_NUMEL
 from hf_lohan.ranks.collectives.block_codec import BlockCodec
 from hf_lohan.ranks.transport.device_lane import DeviceLane
 from hf_lohan.ranks.transport.topology import Ranks

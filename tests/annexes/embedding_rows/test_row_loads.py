@@ -13,11 +13,11 @@ from async_device import AsyncDevice
 from engines import EngineFactory, Twins, TwinsFactory
 from torch import Tensor, nn
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice, Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CorruptionError
 from hf_lohan.model import table_of_rows
-from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 WORDS = "model.embed_tokens.weight"

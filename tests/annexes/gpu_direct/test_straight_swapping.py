@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
 from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
+from hf_lohan.costs import Placement
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.files import CorruptionError, StorageError
-from hf_lohan.planner import Placement
 
 
 class HostIsDevice(Xxh3Hasher):

@@ -14,8 +14,8 @@ import pytest
 from hf_lohan.annexes.resharding import reshard as resharding
 from hf_lohan.annexes.resharding.copied_commits import facts_of_all, journal_of_rank
 from hf_lohan.annexes.resharding.reshard import LoggedProgress, copy_records
+from hf_lohan.costs import cut_for_ranks, units_between
 from hf_lohan.files import IoEngine, StorageError, StorePath
-from hf_lohan.planner import cut_for_ranks, units_between
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.testing.stored_state import aligned, content_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensor_lives import MIB, Life, lives
 
 from hf_lohan.annexes.studies.allocators import CachingAllocator, compare_addresses
-from hf_lohan.planner.address_plan import plan_addresses
+from hf_lohan.costs.address_plan import plan_addresses
 
 
 @given(st.lists(lives, max_size=40))

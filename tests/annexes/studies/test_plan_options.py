@@ -12,7 +12,7 @@ from planned_models import DESKTOP, LLAMA_8B, plan, planned
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.annexes.studies import plan_plot
 from hf_lohan.cli.plan_request import PlanRequest
-from hf_lohan.planner import sweep_swapped_bytes
+from hf_lohan.costs import sweep_swapped_bytes
 from hf_lohan.testing.models import tiny_config
 
 

@@ -14,7 +14,7 @@ from hf_lohan.annexes.studies.simulation.block_work import StepRules
 from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, LaneRules, TaskGraph
 from hf_lohan.annexes.studies.simulation.simulated_step import SimulatedStep, simulate_step
 from hf_lohan.annexes.studies.simulation.step_tasks import StepTasks, order_loads
-from hf_lohan.planner import HardwareProfile, ModelProfile, PoolPlan, SizeClass, TrainingSetup, plan_offload
+from hf_lohan.costs import HardwareProfile, ModelProfile, PoolPlan, SizeClass, TrainingSetup, plan_offload
 
 PUBLISHED_AT_OTHER_BATCHES = {
     32: {1: 37.5, 2: 64.3, 3: 81.1, 6: 121.7, 12: 142.0},

@@ -17,7 +17,7 @@ from hf_lohan.annexes.studies import solvers
 from hf_lohan.annexes.studies.placed_plan import fullest_bytes, placed_by_layer, with_placements
 from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.annexes.studies.solvers import EQUALLY_SHORT, choose_solver, spread_placements
-from hf_lohan.planner import INPUT, HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup, plan_offload
+from hf_lohan.costs import INPUT, HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup, plan_offload
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,7 @@ from training_ranks import rank_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan.costs import SizeClass, cuts
 from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
@@ -27,7 +28,6 @@ from hf_lohan.huggingface.generate import generation, text_generation
 from hf_lohan.huggingface.models import recipe
 from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model
 from hf_lohan.huggingface.ranks import generate_together
-from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -15,10 +15,10 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_lohan
+from hf_lohan.costs import SizeClass
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.model import discover_blocks
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 

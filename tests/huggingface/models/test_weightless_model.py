@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from hf_lohan.costs import SizeClass
 from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.recipe import model_class_of, planning_dtype, weightless_model
 from hf_lohan.model import discover_blocks
-from hf_lohan.planner import SizeClass
 from hf_lohan.planning import trace_blocks
 from hf_lohan.testing.models import FAMILIES, tiny_config
 

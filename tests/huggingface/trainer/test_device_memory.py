@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
-from hf_lohan.planner import BudgetError
+from hf_lohan.costs import BudgetError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 SHORT, LONG = 16, 120

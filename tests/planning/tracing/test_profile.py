@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
 from hf_lohan.annexes.studies.step_trace import trace_step
+from hf_lohan.costs import SizeClass
+from hf_lohan.costs.model_profile import ModelProfile
 from hf_lohan.hardware import AttentionShape
 from hf_lohan.model import ModelBlocks, lay_out_block
-from hf_lohan.planner import SizeClass
-from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planning import trace_blocks
 from hf_lohan.planning.tracing import trace_model
 from hf_lohan.testing.models import FAMILIES, tiny_config

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_lohan.costs import BlockProfile, SizeClass
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model import ModelBlocks, lay_out_block
-from hf_lohan.planner import BlockProfile, SizeClass
 from hf_lohan.planning.tracing import TracedModel, trace_model
 
 BATCH_SIZE, SEQUENCE_LENGTH, WIDTH, VOCAB_SIZE = 2, 3, 8, 11

@@ -8,8 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hf_lohan.planner.costs.expert_costs import ExpertCosts
-from hf_lohan.planner.costs.step_costs import (
+from hf_lohan.costs.fitting import layer_needs
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
+from hf_lohan.costs.offload_plan import INPUT, ActivationPlacements, ClipMode, Placement, TrainingSetup
+from hf_lohan.costs.pool_plan import MAX_CHUNK_NUMEL, SizeClass
+from hf_lohan.costs.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
+from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
+from hf_lohan.costs.step.expert_costs import ExpertCosts
+from hf_lohan.costs.step.step_costs import (
     block_forward_s,
     cheap_recompute_s,
     experts_forward_s,
@@ -18,13 +25,6 @@ from hf_lohan.planner.costs.step_costs import (
     operation_s,
     repeated_s,
 )
-from hf_lohan.planner.fitting import layer_needs
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
-from hf_lohan.planner.offload_plan import INPUT, ActivationPlacements, ClipMode, Placement, TrainingSetup
-from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, SizeClass
-from hf_lohan.planner.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
-from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,10 +26,10 @@ from hf_lohan.annexes.studies.simulation.step_tasks import (
     StepTasks,
     Tier,
 )
-from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import OffloadPlan, TrainingSetup
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import ModelProfile
+from hf_lohan.costs.offload_plan import OffloadPlan, TrainingSetup
+from hf_lohan.costs.step.step_costs import SHARED_CORES_EFFICIENCY
 
 _MANY_MICRO_BATCHES = 4
 """With so many micro-batches, one step before the simulated one is enough to reach the usual state."""

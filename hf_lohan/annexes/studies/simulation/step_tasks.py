@@ -14,13 +14,13 @@ from typing import Literal
 
 from hf_lohan.annexes.studies.simulation.block_work import BlockWork, StepRules, block_works
 from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, TaskGraph
-from hf_lohan.planner.collectives import ONE_RANK
-from hf_lohan.planner.costs.expert_costs import ROUTER_SYNC_S
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import TrainingSetup
-from hf_lohan.planner.parking import spread_share
-from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, NUM_RECALL_BUFFERS, SizeClass
+from hf_lohan.costs.collectives import ONE_RANK
+from hf_lohan.costs.hardware_profile import HardwareProfile
+from hf_lohan.costs.model_profile import ModelProfile
+from hf_lohan.costs.offload_plan import TrainingSetup
+from hf_lohan.costs.parking import spread_share
+from hf_lohan.costs.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, NUM_RECALL_BUFFERS, SizeClass
+from hf_lohan.costs.step.expert_costs import ROUTER_SYNC_S
 
 COMPUTE, H2D, D2H, SSD, CPU, HASH = "compute", "h2d", "d2h", "ssd", "cpu", "hash"
 _URGENT, _SOON, _ANY_TIME = 0, 1, 2

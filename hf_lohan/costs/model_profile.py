@@ -1,0 +1,345 @@
+"""The costs of a model's step, by block and operation, for one shape of batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from hf_lohan.costs.cuts import owned_experts
+from hf_lohan.costs.pool_plan import SizeClass
+
+Fusion: TypeAlias = Literal["compile", "liger"]
+
+
+def expected_hits(num_experts: int, num_chosen: int, num_tokens: float, chances: Sequence[float] = ()) -> float:
+    """Return the expected number of experts that at least one of ``num_tokens`` tokens chooses, if each token chooses
+    ``num_chosen``. ``chances``: the share of tokens that choose each expert. By default all experts are equally likely,
+    and the result for E experts, k choices and T tokens is E (1 - (1 - k/E)^T)."""
+    if not chances:
+        return num_experts * _chance_of_any(num_chosen / num_experts, num_tokens)
+    return math.fsum(_chance_of_any(chance, num_tokens) for chance in chances)
+
+
+def _chance_of_any(chance: float, num_tokens: float) -> float:
+    if chance >= 1:
+        return 1.0 if num_tokens > 0 else 0.0
+    return -math.expm1(num_tokens * math.log1p(-chance))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsProfile:
+    """The experts of one layer. Parameters and bytes count one expert."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that each token chooses (top-k)."""
+    num_params: int
+    num_trainable_params: int
+    param_bytes: int
+    """As stored: in working precision, or packed."""
+    decoded_numel: int = 0
+    """Parameters that are packed, so that each load decodes them."""
+    num_tokens: int
+    """Number of tokens of a micro-batch, or of all micro-batches that share the weights."""
+    inner_bytes: int = 0
+    """Bytes that autograd saves for the experts' operations, if the experts are not streamed."""
+    chances: tuple[float, ...] = ()
+    """The measured share of tokens that choose each expert. If empty, all experts are equally likely."""
+    owners: tuple[int, ...] = ()
+    """The rank that owns each expert. If empty, ranks own ranges (`owned_experts`)."""
+
+    def hits(self, num_micro_batches: int = 1) -> float:
+        """Return the expected number of experts that at least one token of the micro-batches chooses."""
+        return expected_hits(self.num_experts, self.num_chosen, num_micro_batches * self.num_tokens, self.chances)
+
+    def chances_of_hit(self, num_micro_batches: int = 1) -> list[tuple[float, int]]:
+        """Return pairs of (chance that a token of the micro-batches chooses an expert, number of experts with this
+        chance)."""
+        num_tokens = num_micro_batches * self.num_tokens
+        if not self.chances:
+            return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
+        return [(_chance_of_any(chance, num_tokens), 1) for chance in self.chances]
+
+    def chance_to_reach(self, experts: Collection[int]) -> float:
+        """Return the probability that a token chooses at least one of these experts."""
+        if self.chances:
+            return 1 - math.prod(1 - self.chances[expert] for expert in experts)
+        others = math.comb(self.num_experts - len(experts), self.num_chosen)
+        return 1 - others / math.comb(self.num_experts, self.num_chosen)
+
+    def owned(self, layer: int, num_ranks: int) -> list[Sequence[int]]:
+        """Return the experts of each rank, ascending. ``layer``: the index among the layers with experts."""
+        if not self.owners:
+            return [*owned_experts(self.num_experts, layer, num_ranks)]
+        return [[e for e, owner in enumerate(self.owners) if owner == rank] for rank in range(num_ranks)]
+
+    @property
+    def hit_bytes(self) -> float:
+        """Bytes of weights that a forward of one micro-batch needs."""
+        return self.hits() * self.param_bytes
+
+    @property
+    def all_hit_from_tokens(self) -> int | None:
+        """The least number of tokens with which the rarest of E experts is unused in less than one of 2E micro-batches.
+        The expected number of unused experts is then below one half. None if some experts are never chosen."""
+        rarest = min(self.chances, default=self.num_chosen / self.num_experts)
+        if rarest <= 0:
+            return None
+        return 1 if rarest >= 1 else math.ceil(math.log(2 * self.num_experts) / -math.log1p(-rarest))
+
+    def routed(self, counts: Sequence[float]) -> ExpertsProfile:
+        """Return this profile with chances from ``counts``, the number of tokens of each expert. Raises ValueError for
+        a wrong number of counts."""
+        if len(counts) != self.num_experts or min(counts) < 0 or sum(counts) <= 0:
+            raise ValueError(
+                f"a routing histogram needs {self.num_experts} counts, none negative and not all 0; "
+                f"got {len(counts)} that sum to {sum(counts)}"
+            )
+        num_tokens = sum(counts) / self.num_chosen
+        return replace(self, chances=tuple(min(1.0, count / num_tokens) for count in counts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsProfile:
+    """The rows that a micro-batch needs of a table."""
+
+    num_rows: int
+    """Rows of the table."""
+    loaded_bytes: int
+    """Bytes of these rows."""
+    read_bytes: int
+    """Bytes of the granules that have these rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationProfile:
+    """One matrix product or attention of a block's forward. Its output is worth keeping, because recomputation takes
+    many FLOPs per byte. All other operations (norms, activations, residuals) are always recomputed."""
+
+    name: str
+    """The operation and its number within the block, such as "aten.mm#0". The run uses the same names."""
+    flops: float
+    output_bytes: int
+    module: str = ""
+    """The module within the block, such as "mlp.down_proj". This is only shown to users."""
+    forward_s: float | None = None
+    """Measured seconds; None before the measurement."""
+    loads_experts: bool = False
+    """Whether recomputation loads all chosen experts of the layer again."""
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of fused attention, which are all or none of the operation's. Only attention kernels have that word in
+        their names."""
+        return self.flops if "attention" in self.name else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProfile:
+    """One block, which is a decoder layer or a module outside the layers."""
+
+    name: str
+    size_class: SizeClass
+    num_params: int
+    num_trainable_params: int
+    param_bytes: int
+    """As stored: in working precision, or packed."""
+    flops: float
+    """FLOPs of all operations of the forward."""
+    decoded_numel: int = 0
+    """Parameters that are packed, so that each load decodes them."""
+    input_bytes: int = 0
+    """Bytes of the layer's input, from which recomputation starts (LoHan's A_inter); 0 for modules outside the
+    layers."""
+    operations: tuple[OperationProfile, ...] = ()
+    """Operations in forward order. Empty for modules outside the layers, which keep all saved tensors."""
+    saved_bytes: int = 0
+    """Bytes that autograd saves without recomputation, not counting weights and input."""
+    working_bytes: int = 0
+    """Peak device memory of forward and backward in bytes. It counts saved tensors, intermediates and gradients, but
+    not weights, input and earlier blocks. 0 if the backward was not traced."""
+    moved_bytes: int = 0
+    """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
+    FLOPs."""
+    fused_bytes: tuple[tuple[Fusion, int], ...] = ()
+    """What ``moved_bytes`` would be by way to fuse the other operations (`ModelProfile.fused`). Empty outside the
+    layers."""
+    num_chunks: int = 1
+    """Chunks of tokens in which a layer runs. FLOPs and bytes above count all of them, and `working_bytes` one of them
+    with what the layer holds for all."""
+    repeated_flops: float = 0.0
+    """FLOPs that a backward in chunks adds to recomputation, because it makes keys and values again first."""
+    repeated_bytes: int = 0
+    """Bytes that the other operations of this addition read and write."""
+    forward_s: float | None = None
+    """Measured seconds; None before the measurement."""
+    experts: ExpertsProfile | None = None
+    """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
+    rows: RowsProfile | None = None
+    """What a micro-batch needs of a table of which only rows come to the device."""
+
+    @property
+    def attention_flops(self) -> float:
+        """Those of ``flops`` that are of fused attention."""
+        return sum(operation.attention_flops for operation in self.operations)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of weights that a load brings to the device, without streamed experts."""
+        return self.param_bytes if self.rows is None else self.rows.loaded_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a load reads if none of them are in RAM."""
+        return self.param_bytes if self.rows is None else self.rows.read_bytes
+
+    def gradient_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its gradient that leave the device."""
+        whole_bytes = self.num_trainable_params * itemsize
+        return whole_bytes if self.rows is None else min(whole_bytes, self.rows.loaded_bytes)
+
+    def by_rows(self, num_rows: int, granule_bytes: int, num_tokens: int) -> BlockProfile:
+        """Return this profile of a table of ``num_rows`` rows if only rows of ``num_tokens`` tokens come to the device.
+        All rows are assumed to be equally likely. Texts repeat their tokens, and need fewer."""
+        found = expected_hits(num_rows, 1, num_tokens)
+        num_granules = math.ceil(self.param_bytes / granule_bytes)
+        loaded_bytes = round(found / num_rows * self.param_bytes)
+        rows = RowsProfile(
+            num_rows=num_rows,
+            loaded_bytes=loaded_bytes,
+            read_bytes=min(
+                self.param_bytes, max(loaded_bytes, round(expected_hits(num_granules, 1, found) * granule_bytes))
+            ),
+        )
+        working_bytes = self.working_bytes
+        if self.num_trainable_params:  # the backward makes a gradient of the rows, and not of the table
+            working_bytes = max(0, working_bytes - self.param_bytes) + loaded_bytes
+        working_bytes = working_bytes + loaded_bytes if self.working_bytes else 0
+        return replace(self, size_class=SizeClass.ROWS, rows=rows, working_bytes=working_bytes)
+
+    @property
+    def trained_fraction(self) -> float:
+        """The share of the block's weights that is trained, including experts."""
+        num_params, num_trained = self.num_params, self.num_trainable_params
+        if self.experts is not None:
+            num_params += self.experts.num_experts * self.experts.num_params
+            num_trained += self.experts.num_experts * self.experts.num_trainable_params
+        return num_trained / num_params if num_params else 1.0
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all outputs that can be kept or swapped instead of recomputed."""
+        return sum(operation.output_bytes for operation in self.operations)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """A model with one shape of micro-batch. Blocks are in forward order."""
+
+    blocks: tuple[BlockProfile, ...]
+    batch_size: int
+    sequence_length: int
+    param_itemsize: int
+
+    @property
+    def layers(self) -> tuple[BlockProfile, ...]:
+        return tuple(block for block in self.blocks if block.size_class is SizeClass.LAYER)
+
+    @property
+    def experts(self) -> tuple[ExpertsProfile, ...]:
+        """Experts of the layers that stream them."""
+        return tuple(block.experts for block in self.blocks if block.experts is not None)
+
+    @property
+    def num_dense_params(self) -> int:
+        """Number of parameters without those of streamed experts."""
+        return sum(block.num_params for block in self.blocks)
+
+    @property
+    def num_params(self) -> int:
+        return self.num_dense_params + sum(experts.num_experts * experts.num_params for experts in self.experts)
+
+    @property
+    def num_trainable_params(self) -> int:
+        own = self.dense_trainable_params
+        return own + sum(experts.num_experts * experts.num_trainable_params for experts in self.experts)
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.dense_param_bytes + sum(experts.num_experts * experts.param_bytes for experts in self.experts)
+
+    @property
+    def dense_trainable_params(self) -> int:
+        return sum(block.num_trainable_params for block in self.blocks)
+
+    @property
+    def dense_param_bytes(self) -> int:
+        """Bytes of the weights that every forward needs, which are all except streamed experts."""
+        return sum(block.param_bytes for block in self.blocks)
+
+    @property
+    def dense_loaded_bytes(self) -> int:
+        """Bytes of these weights that a forward brings to the device."""
+        return sum(block.loaded_bytes for block in self.blocks)
+
+    @property
+    def dense_read_bytes(self) -> int:
+        """Bytes of these weights that a forward reads if none of them are in RAM."""
+        return sum(block.read_bytes for block in self.blocks)
+
+    @property
+    def dense_gradient_bytes(self) -> int:
+        """Bytes of the gradients of these weights that leave the device."""
+        return sum(block.gradient_bytes(self.param_itemsize) for block in self.blocks)
+
+    @property
+    def decoded_numel(self) -> int:
+        """Packed weights that every forward decodes."""
+        return sum(block.decoded_numel for block in self.blocks)
+
+    @property
+    def decoded_per_expert_byte(self) -> float:
+        """Weights that are decoded for each byte of streamed experts."""
+        param_bytes = sum(experts.param_bytes for experts in self.experts)
+        return sum(experts.decoded_numel for experts in self.experts) / param_bytes if param_bytes else 0.0
+
+    @property
+    def flops(self) -> float:
+        """FLOP_f: FLOPs of one forward of one micro-batch."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def inter_block_bytes(self) -> int:
+        """A_inter: the inputs of all layers."""
+        return sum(block.input_bytes for block in self.blocks)
+
+    @property
+    def activation_bytes(self) -> int:
+        """A_all: the layers' inputs and all outputs that can be swapped."""
+        return self.inter_block_bytes + sum(block.output_bytes for block in self.blocks)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    def fused(self, how: Fusion) -> ModelProfile:
+        """Return this profile with layers whose operations between products are fused. "compile": each run of them is
+        one kernel, as those of `torch.compile` are at best. "liger": those of each module are, as with the kernels of
+        Liger for norms, gates and positions."""
+        blocks = (
+            replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
+
+    def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
+        """Return this profile with measured chances of experts. ``counts``: by layer, the number of tokens of each
+        expert. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
+        layers = {block.name: block.experts for block in self.blocks}
+        if unknown := [name for name in counts if layers.get(name) is None]:
+            raise ValueError(f"the routing histogram has the layer {unknown[0]}, which has no streamed experts")
+        routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
+        blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
