@@ -142,7 +142,7 @@ class ActivationTiers:
             output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         finally:
             self._saving = None
-        if is_compiled and hidden is not None and version_of(hidden) != version:
+        if is_compiled and frame.swapped and hidden is not None and version_of(hidden) != version:
             raise RuntimeError(
                 f"the compiled layer {name} writes to its input, which may not have left the device yet; leave "
                 "torch_compile off, or set activations: recompute"

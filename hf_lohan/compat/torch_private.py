@@ -156,6 +156,13 @@ def allow_graphs(number: int) -> None:
     settings.recompile_limit = max(settings.recompile_limit, number)
 
 
+def records_cuda_graphs() -> bool:
+    """Return whether the backend "inductor" records CUDA graphs in all modes."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
 def missing_compiler(device: torch.device) -> str | None:
     """Return what the backend "inductor" lacks on this machine to compile for a device; None if it lacks nothing."""
     if device.type == "cpu":

@@ -105,7 +105,7 @@ def runs_as_checkpoint(layer: Any) -> bool:
 
 
 def _may_checkpoint(forward: Any) -> bool:
-    return bool(forward.__code__.co_name == "forward_with_checkpointing")
+    return getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing"
 
 
 def is_reentrant(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
-from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
+from hf_lohan.compat.accelerate_private import become, is_prepared, mark_prepared, prepared_models
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_environment
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
@@ -137,7 +137,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
         if (engine := engine_of(model)) is not None:
-            compile_model(engine, run_plan_of(engine), self.state.dynamo_plugin)
+            if not is_prepared(model):
+                compile_model(engine, run_plan_of(engine), self.state.dynamo_plugin)
             mark_prepared(model)
             if evaluation_mode:
                 return model

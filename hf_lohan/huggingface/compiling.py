@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
+from transformers import Cache
 
 from hf_lohan.activations import has_foreign_forward
 from hf_lohan.compat.accelerate_private import compiled_regions
-from hf_lohan.compat.torch_private import allow_graphs, compilers, is_dispatched, missing_compiler
+from hf_lohan.compat.torch_private import allow_graphs, compilers, is_dispatched, missing_compiler, records_cuda_graphs
 from hf_lohan.compat.transformers_private import cache_among, own_forward, runs_as_checkpoint
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planning import RunPlan
+from hf_lohan.ranks import check_equal
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,11 @@ def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDy
             f"torch.compile with the {given} records CUDA graphs, which read weights at fixed addresses, and streamed "
             "weights move between slots; use the backend 'inductor' with the mode 'default' or "
             "'max-autotune-no-cudagraphs'"
+        )
+    if backend == "inductor" and device.type == "cuda" and records_cuda_graphs():
+        raise ValueError(
+            "torch._inductor.config.triton.cudagraphs is set, and CUDA graphs read weights at fixed addresses, and "
+            "streamed weights move between slots; set it to False, or leave torch_compile off"
         )
     if backend not in (available := compilers()):
         raise ValueError(
@@ -68,18 +75,23 @@ def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDy
 
 
 def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDynamoPlugin) -> None:
-    """Compile an offloaded model as accelerate's ``plugin`` says, if it says so. A second call changes nothing. Raises
-    ValueError if that is not possible."""
-    if not _compiles(plugin) or engine.activations.compiled:
+    """Compile an offloaded model as accelerate's ``plugin`` says, if it says so. All ranks call this together, once for
+    each model. Raises ValueError if that is not possible, and RanksDisagreeError if ranks have other plugins."""
+    advice = "give all ranks the same torch_compile, dynamo_backend and ACCELERATE_DYNAMO_ variables"
+    settings = {name: str(value) for name, value in vars(plugin).items()}
+    check_equal("the settings of torch.compile", lambda: settings, engine.links, advice)
+    if not _compiles(plugin):
         return
     check_compiling(engine.config, engine.device.torch_device, plugin)
     all_layers = engine.layout.model_blocks.layers
     layers = [layer for layer in all_layers if _is_compilable(engine, layer)]
     if len(layers) < len(all_layers):
+        why = "their experts run one by one" if engine.experts else "another library has replaced their forwards"
         logger.info(
-            "torch.compile leaves %d of %d layers eager, because they run experts one by one or have another forward",
+            "torch.compile leaves %d of %d layers eager, because %s",
             len(all_layers) - len(layers),
             len(all_layers),
+            why,
         )
     if not layers:
         return
@@ -90,6 +102,8 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         engine.activations.compiled[layer] = forms.of_checkpoint
     for module in (*layers, *_regions_outside_layers(engine)):
         module.forward = functools.partial(_forward, forms, module)
+    if getattr(getattr(engine.model, "config", None), "use_cache", False):
+        engine.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     if plan is not None:
         plan.compile_layers()
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -116,12 +130,21 @@ def _regions_outside_layers(engine: OffloadEngine) -> Iterator[nn.Module]:
             yield module
 
 
+def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Make no cache in a forward for a loss, because layers with a cache are not compiled."""
+    is_for_loss = torch.is_grad_enabled() or kwargs.get("labels") is not None
+    if is_for_loss and kwargs.get("use_cache") is None and cache_among(kwargs) is None:
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs
+
+
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a compiled module."""
     if runs_as_checkpoint(module):
         return type(module).forward(module, *args, **kwargs)  # which calls `ActivationTiers.run_layer`
     forward = own_forward(module)
-    if cache_among(kwargs) is None:  # generation has other shapes at each token
+    # Generation has other shapes at each token, and a graph knows a cache's state.
+    if cache_among(kwargs) is None and not any(isinstance(value, Cache) for value in args):
         forward = forms.of(forward)
     return forward(module, *args, **kwargs)
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from torch import nn
@@ -60,6 +60,8 @@ CHUNKS_NAME = "chunk_tokens.json"
 reads it."""
 RUN_ID = "run_id"
 """Name of the run there. Runs that continue one another have the same."""
+FUSED = "fused"
+"""Name of `RunPlan.fused` there."""
 NUM_STEPS_BEFORE = 2
 """Number of steps that are not timed. The first has cold caches, and its updates run during the second."""
 NUM_STEPS_TIMED = 2
@@ -111,6 +113,8 @@ class RunPlan:
         self._links = links or Links.alone()
         self.fused: Fusion | None = None
         """How the run's layers fuse the operations between products."""
+        self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
+        """The same of the run that this one continues. Earlier versions do not tell it."""
         self.chunks: ChunkedLayers | None = None
         """The layers that may run in chunks, if any may."""
         self.chunk_tokens: int | None = None
@@ -163,12 +167,13 @@ class RunPlan:
     @property
     def facts(self) -> dict[str, Any]:
         """What a commit or checkpoint says of the plan."""
-        return {CHUNK_TOKENS: self.chunk_tokens, RUN_ID: self._run_id}
+        return {CHUNK_TOKENS: self.chunk_tokens, RUN_ID: self._run_id, FUSED: self.fused}
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
         """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
         after this commit, it decides the same again. Returns whether the present plan is for other chunks."""
         self._run_id = facts.get(RUN_ID)
+        self._fused_before = facts.get(FUSED, "unknown")
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
             return False
         before, setting = facts[CHUNK_TOKENS], self._config.chunks.layers
@@ -207,6 +212,12 @@ class RunPlan:
         `device_memory` has a size, or for the RAM of ranks that share rows."""
         self._layout = layout or self._layout
         self._of_longer = None
+        if self.first is None and self._fused_before not in ("unknown", self.fused):
+            logger.warning(
+                "this run continues one %s compiled layers, so its sums have other last bits from here on; for the "
+                "same bits set torch_compile as before",
+                "with" if self._fused_before else "without",
+            )
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
         ways = self._ways_that_fit_all_ranks() if may_choose else None

@@ -40,10 +40,12 @@ def compiling_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget graphs of other tests, and what `TrainingArguments` tell accelerate by the environment."""
     for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
         monkeypatch.setenv(name, "no" if name.endswith("BACKEND") else "default")
+    limit = torch._dynamo.config.recompile_limit
     torch.compiler.reset()
     counters.clear()
     yield
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = limit
 
 
 def compiled_in_memory(model: nn.Module) -> nn.Module:
@@ -161,6 +163,44 @@ def test_lengths_are_compiled_twice_at_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_many_shapes_and_caches_are_compiled(activations: str, tmp_path: Path) -> None:
+    """Lengths, rows, padding and evaluation count as other graphs, more than dynamo keeps by default. A config may ask
+    for a cache in each forward."""
+    models = [model_of("llama").train() for _ in range(2)]
+    for model in models:
+        model.config.use_cache = True
+    stock, ours = models
+    compiled = compiled_in_memory(stock)
+    torch._dynamo.config.recompile_limit = 64
+    engine = offload(ours, tmp_path, activations=activations)
+    cases = [(2, 16), (2, 24), (0, 24), (1, 24), (4, 24), (1, 40), (0, 16)]
+    for is_padded in (False, True):
+        for rows, length in cases:
+            batch = tiny_batch(batch_size=rows or 3, sequence_length=length)
+            if is_padded:
+                batch["attention_mask"][0, : length // 4] = 0
+            with torch.set_grad_enabled(rows > 0):
+                losses = [model(**batch, use_cache=use).loss for model, use in ((compiled, False), (ours, None))]
+            assert torch.equal(*losses), (rows, length, is_padded)
+            if rows:
+                losses[1].backward()
+                engine.drop_gradients()
+    assert not counters["graph_break"]
+    engine.close()
+
+
+@pytest.mark.slow
+def test_generation_is_eager(tmp_path: Path) -> None:
+    """GPT-2 gets its cache by position."""
+    ours = tiny_model("gpt2", num_layers=10)
+    engine = offload(ours, tmp_path)
+    ours.eval().generate(tiny_batch()["input_ids"], max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert counters["stats"]["unique_graphs"] <= 6  # the norm and dropout outside the layers, for three kinds of length
+    engine.close()
+
+
+@pytest.mark.slow
 def test_adapters_over_a_packed_base(tmp_path: Path) -> None:
     def make() -> Any:
         torch.manual_seed(7)
@@ -197,10 +237,24 @@ def test_trainer_compiles_and_evaluates_as_the_stock_trainer(tmp_path: Path, mon
     engine.close()
 
 
+def test_a_run_that_continues_without_compiling_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = run_plan_of(offload(tiny_model("llama", num_layers=1), tmp_path / "a"))
+    assert plan is not None
+    config = OffloadConfig.load({"ssd": str(tmp_path / "b"), **SMALL})
+    ours = tiny_model("llama", num_layers=1)
+    engine = offload_model(ours, config, torch_device="cpu", default_ssd_path=tmp_path)
+    eager = run_plan_of(engine)
+    assert eager is not None
+    eager.resume(plan.facts)
+    ours(**tiny_batch())
+    assert "this run continues one with compiled layers" in caplog.text
+    engine.close()
+
+
 def test_experts_one_by_one_stay_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_lohan.huggingface.compiling"):
         engine = offload(model_of("mixtral"), tmp_path, experts={"load": "streamed"})
-    assert "torch.compile leaves 3 of 3 layers eager, because they run experts one by one" in caplog.text
+    assert "torch.compile leaves 3 of 3 layers eager, because their experts run one by one" in caplog.text
     assert not engine.activations.compiled
     engine.close()
 

@@ -128,37 +128,56 @@ def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+@dataclass(eq=False)
+class _Kernel:
+    """Operations that run as one."""
+
+    kind: Hashable
+    read: dict[int, dict[Hashable, int]] = field(default_factory=dict)
+    """By storage, the bytes of each view that it reads."""
+    has_run: bool = False
+    """Whether others have used what it makes, so that it can have no more operations."""
+
+
 class FusedBytes:
-    """Counts the bytes that operations read and write if successive ones of a group are one kernel, which reads each
-    tensor once and writes only what other kernels read."""
+    """Counts the bytes that operations read and write if an operation runs in the kernel of those whose outputs it
+    uses. A kernel reads each tensor once, and writes only what others read."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._group: Hashable = None
-        self._made: set[int] = set()
-        """Storages that the group has made."""
-        self._unwritten: set[int] = set()
-        """Storages that a group has made, and no other kernel has read."""
-        self._read: set[int] = set()
-        """Storages that the group has read."""
+        self._maker: dict[int, _Kernel] = {}
+        """By storage that is not written to memory, the kernel that makes it."""
 
-    def add(self, group: Hashable, args: Any, output: Any) -> None:
-        """Count a call of ``group``. None is a kernel whose own bytes do not count."""
-        if group != self._group or group is None:
-            self._group, self._made, self._read = group, set(), set()
-        for tensor in tensors_in(args):
-            key = storage_id(tensor)
-            if key in self._made or key in self._read:
+    def add(self, kind: Hashable, args: Any, output: Any, *, is_in_place: bool = False, times: int = 1) -> None:
+        """Count ``times`` equal calls. Operations of one kind may share a kernel. None is a kernel of its own, whose
+        bytes do not count."""
+        used = list(tensors_in(args))
+        inputs = {storage_id(tensor) for tensor in used}
+        kernel = _Kernel(kind)
+        for key in inputs if kind is not None else ():
+            maker = self._maker.get(key)
+            if maker is not None and maker is not kernel and maker.kind == kind and not maker.has_run:
+                kernel.read |= maker.read
+                self._maker |= {made: kernel for made, by in self._maker.items() if by is maker}
+        for tensor in used:
+            key, num_bytes = storage_id(tensor), tensor.untyped_storage().nbytes()
+            if self._maker.get(key) is kernel:
                 continue
-            self._read.add(key)
-            num_times = (group is not None) + (key in self._unwritten)
-            self._unwritten.discard(key)
-            self.num_bytes += num_times * _held_bytes(tensor)
-        made = {storage_id(tensor) for tensor in tensors_in(output)} - self._read - self._made
-        self._unwritten -= made  # those that were freed unread had the same numbers
-        if group is not None:
-            self._made |= made
-            self._unwritten |= made
+            if (maker := self._maker.pop(key, None)) is not None:
+                maker.has_run = True
+                self.num_bytes += times * num_bytes
+            views = kernel.read.setdefault(key, {})
+            view = tensor.storage_offset(), tensor.shape, tensor.stride()
+            if kind is not None and view not in views:
+                views[view] = min(_held_bytes(tensor), num_bytes - sum(views.values()))
+                self.num_bytes += times * views[view]
+        for key in {storage_id(tensor) for tensor in tensors_in(output)}:
+            if key not in inputs or is_in_place:
+                for other in {kernel, *self._maker.values()}:  # a tensor that was freed had the same number
+                    other.read.pop(key, None)
+                self._maker.pop(key, None)
+                if kind is not None:
+                    self._maker[key] = kernel
 
     def end(self, outputs: Any) -> None:
         """Count what the block returns."""
@@ -209,10 +228,11 @@ class BlockTrace:
         kind = anchor_name(func)
         moved_bytes = moved_bytes_of(func, args, kwargs, output) if kind is None else 0
         if kind is not None or moved_bytes:
-            # torch.compile joins the operations between two products, and Liger those of one module among them.
-            groups: dict[Fusion, Hashable] = {"compile": len(self.operations), "liger": (len(self.operations), module)}
-            for how, group in groups.items():
-                self.fused[how].add(group if kind is None else None, (args, kwargs), output)
+            # torch.compile fuses what it can, and the kernels of Liger are those of a module.
+            kinds: dict[Fusion, Hashable] = {"compile": "", "liger": module}
+            for how, of in kinds.items():
+                of = of if kind is None else None
+                self.fused[how].add(of, (args, kwargs), output, is_in_place=_is_mutable(func), times=self.times)
         if kind is None:
             self.moved_bytes += self.times * moved_bytes
             return
@@ -244,13 +264,16 @@ def _held_bytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+def _is_mutable(func: Operation) -> bool:
+    return isinstance(func, OpOverload) and bool(schema_of(func).is_mutable)
+
+
 def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the bytes that a call reads and writes in the device's memory; 0 for views."""
     read = list(tensors_in((args, kwargs)))
     written = list(tensors_in(output))
     known = {storage_id(tensor) for tensor in read}
-    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
-    if read and not is_mutable and all(storage_id(tensor) in known for tensor in written):
+    if read and not _is_mutable(func) and all(storage_id(tensor) in known for tensor in written):
         return 0
     return sum(_held_bytes(tensor) for tensor in (*read, *written))
 
