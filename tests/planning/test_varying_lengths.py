@@ -266,7 +266,7 @@ def test_a_resumed_run_decides_the_chunks_that_it_had_decided_after_the_commit(t
     before_decision = begun.facts
     first = planned_in_chunks(file, 256, before_decision)
     assert first.chunk_tokens == 256
-    assert first.facts == {CHUNK_TOKENS: 256, RUN_ID: before_decision[RUN_ID]}
+    assert first.facts == {**before_decision, CHUNK_TOKENS: 256}
     assert planned_in_chunks(file, 512, before_decision).chunk_tokens == 256
     assert first.resume(before_decision), "the plan in use has chunks, and the commit has none"
     assert first.chunk_tokens is None

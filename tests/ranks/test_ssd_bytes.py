@@ -73,8 +73,9 @@ def test_nodes_read_what_the_plan_says(backward: str, tmp_path: Path) -> None:
     reads those in backward. Blocks in slots are not loaded again."""
     of_nodes = run_ranks(2, lambda links: planned_and_read_bytes(links, tmp_path, backward), num_local=1)
     planned, read = (sum(numbers) for numbers in zip(*of_nodes, strict=True))
-    # The plan counts embeddings and the head in backward, too, which are not loaded again.
-    assert planned == pytest.approx(read, rel=0.03)
+    # The plan counts embeddings and the head in backward, too, which are not loaded again. On a busy machine one block
+    # more or less, of about 20, is still in a slot.
+    assert planned == pytest.approx(read, rel=0.06)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
