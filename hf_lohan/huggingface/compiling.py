@@ -106,6 +106,8 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         engine.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     if plan is not None:
         plan.compile_layers()
+    if engine.config.activations == "swap":
+        logger.warning("activations: swap moves only the inputs of compiled layers, which are recomputed whole")
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     logger.info("torch.compile compiles each kind of layer once (%s), in the first steps", kinds)
 
