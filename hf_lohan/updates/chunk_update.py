@@ -63,6 +63,10 @@ class ChunkUpdater:
         self._on_failure = on_failure
         self._threads = KernelThreads(torch.get_num_threads())
 
+    def close(self) -> None:
+        """End the threads of the kernels."""
+        self._threads.close()
+
     def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
         """Return the buffers for the chunk's update if they are free now; None if not."""
         return self._states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)

@@ -286,6 +286,7 @@ class GradientPipeline:
 
     def close(self) -> None:
         self._thread.close()
+        self._worker.close()
 
 
 class RankGradientPipeline(GradientPipeline):

@@ -72,6 +72,10 @@ class UpdateWorker:
         self.can_undo: bool | None = None
         """Whether the updates of the step's backward can be undone; None before the first update."""
 
+    def close(self) -> None:
+        """End the threads that update. Call this after the last update."""
+        self._queue.close()
+
     def finish_pending(self) -> bool:
         """Finish the last update while no command waits. Returns False if no update was pending."""
         return self._queue.finish_pending()
@@ -393,6 +397,10 @@ class UpdateQueue:
             self._finish_first()
         chunk = gradient.chunk
         return self._updater.free_buffers(chunk) or (self._updater.borrowed_buffers(chunk) if may_borrow else None)
+
+    def close(self) -> None:
+        """End the threads that update. Call this after the last update."""
+        self._updater.close()
 
     def finish_pending(self) -> bool:
         """Finish updates whose reads are issued. Returns False if there were none."""

@@ -66,7 +66,7 @@ def test_engines_close_with_their_models(tmp_path: Path) -> None:
     for number in range(6):
         train_one(tmp_path / str(number), activations=("recompute", "swap", "auto")[number % 3])
     collect()
-    # Thread pools of the process may start one more thread under load. A leak in one mode of activations adds two.
+    # A library's thread pool may open one more file under load. A leak in one mode of activations adds two.
     for now, then in zip(resources(), before, strict=True):
         assert len(now) < len(then) + 2, f"{now}, before: {then}"
 
