@@ -194,7 +194,7 @@ BENCHMARKS = (
         "paced_step.py",
         (
             *("--regime", "all", "--drive", "2e9", "--max-grad-norm", "1", "--parked", "auto", "--parked", "0"),
-            *("--set", "commit_every=1", "--num-turns", "3", "--steps-per-turn", "2"),
+            *("--set", "commit_every=1", "--num-turns", "1", "--steps-per-turn", "3"),
         ),
         (
             Row("paced, 537M, clipped, compute-bound: a step over its compute", "1.03", paced("compute")),
