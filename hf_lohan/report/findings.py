@@ -232,8 +232,7 @@ class StepPicture:
 
 
 def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
-    """Return a typical step: of the trace's second half, the step with the time nearest to the median. None without a
-    complete step."""
+    """Return the step nearest to the median time in the second half of the trace, or None without a complete step."""
     steps = [task for task in trace if task.lane == _STEP]
     later = steps[len(steps) // 2 :]
     if not later:
