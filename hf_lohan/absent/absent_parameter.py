@@ -145,8 +145,8 @@ class AbsentParameter(nn.Parameter):
 
 
 def _gradient_edge(leaf: Any) -> Any:
-    """Return the place in graphs where an absent parameter's gradient arrives. Other values stay as they are. Raises
-    ValueError if a backward cannot be limited to some parameters."""
+    """Return the gradient edge of an absent parameter, and other values unchanged. Raises ValueError if a backward
+    cannot be limited to some parameters."""
     if not isinstance(leaf, AbsentParameter):
         return leaf
     provider = _provider_of(leaf)
@@ -157,8 +157,8 @@ def _gradient_edge(leaf: Any) -> Any:
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
-    """Return the absent parameter that ``tensor`` is, or is a view of with the same elements in the same order, as
-    `state_dict()` and `.data` return it. None for other tensors."""
+    """Return the absent parameter if ``tensor`` is one, or is a view with the same elements in the same order, such as
+    `.data` or an entry of `state_dict()`. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):

@@ -80,8 +80,8 @@ _FORMER_NAMES: _Names = (
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-"""Names of limits, of the use, and in `memory.stat` of cached files, which the kernel frees: of versions 2 and 1 of
-control groups."""
+"""Names of the files with limits and use, and names in `memory.stat` of cached files, which the kernel can free.
+`_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
 
 
 def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:

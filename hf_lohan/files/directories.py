@@ -17,7 +17,7 @@ SECTOR_BYTES = 4096
 """Alignment of every address, offset and length of data file I/O, which is enough for all common devices."""
 _ROOM = "free space (or quota)"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""Texts in errors of the safetensors library about a full disk, which are not of type OSError."""
+"""Texts in errors of the safetensors library about a full disk. These errors are not of type OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Texts in errors of `torch.save` after a failed write."""
 _FULL_BELOW_BYTES = 1 << 20
@@ -63,7 +63,7 @@ def make_directory(path: str) -> None:
 
 
 def make_folders(path: str | Path, mode: int = 0o755) -> None:
-    """Create a folder and its parents, which no other user may write to, even if the umask allows it."""
+    """Create a folder and its parents. No other user may write to them, even if the umask allows it."""
     if not os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
         make_folders(parent)
     try:
@@ -118,7 +118,7 @@ def is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
 
 @contextmanager
 def disk_full_named(problem: str, path: str | Path, advice: str) -> Iterator[None]:
-    """In this context replace errors of a full disk, which do not name the file, by a `DiskFullError` that names
+    """Replace errors of a full disk in this context, which do not name the file, with a `DiskFullError` that names
     ``path``."""
     try:
         yield
@@ -211,7 +211,7 @@ def _try_to_make(path: str, nearest: str) -> None:
         raise _cannot_make(path, error) from error
     try:
         make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
-    except OSError as error:  # the folder still exists here, and may have the last inode
+    except OSError as error:  # ``tried`` still exists here, and may have the last inode
         raise _cannot_make(path, error) from error
     finally:
         shutil.rmtree(tried, ignore_errors=True)

@@ -31,7 +31,7 @@ class HomeFiles:
         Raises `CapacityError` or `StorageError`, and then leaves no file.
         """
         paths = [os.path.join(directory, name) for directory in directories]
-        # Remove all old files first, because they may share a file system and need each other's space.
+        # Remove all old files first, because a new file may need the space of an old file of another path.
         _unlink(paths)
         files: list[DataFile] = []
         try:

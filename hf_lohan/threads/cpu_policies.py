@@ -78,9 +78,9 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """Restore the number of kernel threads of later threads after the context, because a thread that sets its own
-    number also sets theirs. The lock keeps concurrent callers from saving each other's temporary number, which would
-    change the order of sums. The number of the calling thread may be another one."""
+    """Restore the number of kernel threads for later threads after the context, because a thread that sets its own
+    number also sets the number of later threads. The lock keeps concurrent callers from saving each other's temporary
+    number, which would change the order of sums. The calling thread may have another number."""
     with _starting:
         num_threads = _in_new_thread(torch.get_num_threads)
         try:
