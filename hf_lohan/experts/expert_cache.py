@@ -68,7 +68,7 @@ class ExpertCache:
         self._source.finish_loads()
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Begin a load. A block that running updates have not written completely does not go through the cache."""
+        """Begin a load. A block whose updates are still being written does not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
