@@ -42,7 +42,7 @@ class RowGroup:
     needs: tuple[bool, ...]
     """Whether the rank needs each result."""
     made: tuple[Tensor | None, ...] = ()
-    """The results, [n, ...] each. None if it is not needed."""
+    """The results, [n, ...] each. A result is None if it is not needed."""
 
 
 RowGroups: TypeAlias = dict[int, list[RowGroup]]
