@@ -1,4 +1,4 @@
-"""hf_lohan: fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD.
+"""hf_lohan: fine-tune Hugging Face models whose training state does not fit in memory. The state is on SSDs.
 
 The names below are loaded when they are first used: importing this package imports neither torch nor transformers.
 """

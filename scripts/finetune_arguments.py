@@ -36,7 +36,7 @@ class ModelArguments:
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of a model in the Hub; default: main."}
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that the model has."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the model's repository."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's tokenizer."})
     dtype: str = field(
         default="float32",

@@ -1,4 +1,4 @@
-"""`python -m hf_lohan.cli` runs the `lohan` command if it is not on the PATH."""
+"""Runs the `lohan` command as `python -m hf_lohan.cli`, in case `lohan` is not on the PATH."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _GENERATION_STORES = Path("lohan_generate")
 
 
 class _Commands(TyperGroup):
-    """Lists each command with its whole sentence. click would cut the sentence to one line."""
+    """Lists each command with its whole help text. click would cut the text to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, command.get_short_help_str(_ANY_LENGTH)) for name, command in self.commands.items()]
@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="lohan",
     cls=_Commands,
-    help="Fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD.",
+    help="Fine-tune Hugging Face models whose training state does not fit in memory, and keep the state on SSDs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -75,7 +75,7 @@ def lohan(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD."""
+    """Fine-tune Hugging Face models whose training state does not fit in memory, and keep the state on SSDs."""
 
 
 @app.command("launch", context_settings=_AS_GIVEN)
@@ -96,11 +96,11 @@ def config(
     card: Annotated[str | None, typer.Option(metavar="CARD", help="With --ask: a name, 24GB, none or auto.")] = None,
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="With --ask: a size such as 64GB, or auto.")] = None,
     drives: Annotated[
-        str | None, typer.Option(metavar="PATHS", help="With --ask: PATH or PATH=SIZE, by commas, or auto.")
+        str | None, typer.Option(metavar="PATHS", help="With --ask: PATH or PATH=SIZE, separated by commas, or auto.")
     ] = None,
     output: Annotated[str, typer.Option(metavar="FILE.yaml", help="With --ask: the file to write.")] = "lohan.yaml",
 ) -> None:
-    """Print the configuration that a run would use on this machine, with every auto resolved, as a config file."""
+    """Print a config file with the settings that a run would use on this machine. Every auto is resolved."""
     answers = {"model": model, "card": card, "ram": ram, "drives": drives}
     if ask or any(answer is not None for answer in answers.values()):
         with one_line_errors():
@@ -162,8 +162,8 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
 def doctor(
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure rates (seconds), or read earlier measurements.")] = True,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure them again.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure rates in a few seconds, or read earlier rates.")] = True,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Ignore earlier rates, and measure again.")] = False,
     output: Annotated[str | None, typer.Option(metavar="H.yaml", help="Also write the measured profile.")] = None,
 ) -> None:
     """Check this machine and its drives, and suggest improvements."""
@@ -180,11 +180,11 @@ def plan(
     request: PlanRequest,
     lifetimes: Annotated[
         bool,
-        typer.Option("--lifetimes", help="Also say when each kind of tensor is in use, and could leave the device."),
+        typer.Option("--lifetimes", help="Also print when each kind of tensor is in use, and when it is idle."),
     ] = False,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also plan an epoch of rows; FILE has the tokens of one row in each line."),
+        typer.Option(metavar="FILE", help="Also plan an epoch. Each line of FILE is the number of tokens of one row."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
@@ -214,14 +214,14 @@ def generate(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Beginning of the text.")],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens.")] = 128,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="Sample with this temperature.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Sample the same text in each run.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens only.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Seed, for the same text in each run.")] = None,
     num_beams: Annotated[int, typer.Option(metavar="B", help="Number of beams to search with.")] = 1,
     offload: Annotated[
         str, typer.Option("--config", "--offload", metavar="X", help="lohan (everything automatic) or a YAML file.")
     ] = "lohan",
-    ssd: Annotated[str | None, typer.Option(metavar="PATH", help="Folder for the weights, which stay there.")] = None,
-    cpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum host memory for copies.")] = None,
+    ssd: Annotated[str | None, typer.Option(metavar="PATH", help="Folder for the weights. It is kept.")] = None,
+    cpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum host memory for weights.")] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum device memory for weights, keys and values.")
     ] = None,
@@ -232,7 +232,7 @@ def generate(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Generate text. Weights that fit neither the device nor RAM are read for each token."""
+    """Generate text. Weights that fit neither on the device nor in RAM are read from the drives for each token."""
     options = {
         "--prompt": prompt,
         "--max-new-tokens": max_new_tokens,
@@ -291,7 +291,7 @@ def _write(text: str) -> None:
 
 
 def generation_summary(figures: GenerationFigures) -> list[str]:
-    """Return lines that say how fast the text was generated and what bounded it."""
+    """Return lines on the speed of the generation, and on the resource that bounded it."""
     from hf_lohan.wording import format_bytes, gb_per_s, percent, seconds, times
 
     tokens = times(figures.num_prompt_tokens, "token")
@@ -306,12 +306,12 @@ def generation_summary(figures: GenerationFigures) -> list[str]:
     if not figures.missing_bytes:
         return [*lines, "all weights stay on the device or in RAM, so a token reads nothing from the drives"]
     lines.append(
-        f"each token reads {format_bytes(figures.read_bytes)}; neither on the device nor in RAM: "
-        f"{format_bytes(figures.missing_bytes)}"
+        f"each token reads {format_bytes(figures.read_bytes)}; {format_bytes(figures.missing_bytes)} of the weights "
+        "are neither on the device nor in RAM"
     )
     lines.append(
-        f"the bound: {seconds(figures.bound_s)} a token, to read these bytes at the measured "
-        f"{gb_per_s(figures.drive_bytes_per_s)}; the run reached {percent(figures.bound_s / figures.pass_s)} of it"
+        f"reading these bytes at the measured {gb_per_s(figures.drive_bytes_per_s)} takes at least "
+        f"{seconds(figures.bound_s)} a token; the run reached {percent(figures.bound_s / figures.pass_s)} of this speed"
     )
     return lines
 
@@ -369,15 +369,15 @@ def reshard_command(
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],
     ranks: Annotated[
-        int, typer.Option("--ranks", "--num_processes", metavar="N", help="Ranks of the run that continues.")
+        int, typer.Option("--ranks", "--num_processes", metavar="N", help="Number of ranks that continue the run.")
     ],
     remove_old: Annotated[bool, typer.Option("--remove-old", help="Remove the old stores afterwards.")] = False,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Give experts to ranks by the rows they had; N may stay the same.")
+        bool, typer.Option("--balance", help="Divide experts so that all ranks get equally many tokens.")
     ] = False,
-    nodes: Annotated[int | None, typer.Option(metavar="Y", help="With --balance: nodes of the N ranks.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="Y", help="With --balance: number of nodes.")] = None,
 ) -> None:
-    """Copy the last step of a run into new stores for another number of ranks. The old stores stay."""
+    """Copy the last committed step of a run into new stores, for another number of ranks. The old stores stay."""
     with one_line_errors():
         from hf_lohan.checkpoint.generations import resharding_for
 
@@ -391,7 +391,7 @@ def verify(
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all ssd paths of its store.")
     ],
 ) -> None:
-    """Read all committed data of a store and check every checksum. The exit status is 1 if one is wrong."""
+    """Read all committed data of a store and check every checksum. The exit status is 1 if a checksum is wrong."""
     with one_line_errors():
         from hf_lohan.cli.stores import verify_stores
 

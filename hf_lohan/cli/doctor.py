@@ -38,7 +38,7 @@ SHAPES = (
     MatrixShape(4096, 4096, 14336, count=2),
     MatrixShape(4096, 14336, 4096),
 )
-"""The shapes of a layer of Llama 3 8B. `lohan doctor` has no model, and measures with these."""
+"""The matrix products of a layer of Llama 3 8B. `lohan doctor` has no model, and measures with these shapes."""
 DTYPE = torch.bfloat16
 EFFORT = MeasuringEffort()
 _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD: "bold red", Verdict.NOT_KNOWN: "dim"}
@@ -59,8 +59,8 @@ class Examination:
 
 
 def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: bool, output: str | None) -> None:
-    """Examine the machine, print the checks and write the profile to the file `output`, if any. Raises ValueError or
-    OSError for a bad config, or if there is no profile to write."""
+    """Examine the machine, print the checks, and write the profile to the file `output` if it is not None. Raises
+    ValueError or OSError for a bad config, or if there is no profile to write."""
     if output is not None and not measure:
         raise ValueError(f"--output {output} needs measured rates; remove --no-measure")
     with Console(stderr=True).status("measuring") if measure else nullcontext():
@@ -76,9 +76,9 @@ def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: boo
 
 
 def examine(offload: str, *, measure: bool = True, measure_again: bool = False) -> Examination:
-    """Check this machine with an offload config. A failed measurement becomes a bad check, not an error.
+    """Check this machine for a run with an offload config. A failed measurement becomes a bad check, not an error.
 
-    `measure` takes seconds, unless a profile is cached; `measure_again` ignores the cache. With `ssd: auto`, the drive
+    `measure` takes seconds, unless a profile is cached. `measure_again` ignores the cache. With `ssd: auto`, the drive
     of the working directory is checked. Raises ConfigError.
     """
     device = device_for(default_torch_device())

@@ -1,4 +1,4 @@
-"""Changes that would make a planned run faster. Each change is planned."""
+"""Finds changes that would make a planned run faster. Each changed run is planned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_lohan.planning.wear import smaller_states
 from hf_lohan.wording import format_bytes, states_setting
 
 WORTH_IT = 1.01
-"""The least speedup that is worth printing."""
+"""Smaller speedups are not printed."""
 _MOST_TIMES_THE_BATCH = 256
 
 
@@ -45,8 +45,8 @@ class NearestChange:
 
 
 def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
-    """Return the changes that make the run faster, of more tokens per step, more RAM and one more drive. The best is
-    first."""
+    """Try more tokens per step, twice the RAM and one more drive. Return the changes that make the run faster. The best
+    is first."""
     now = planned.plan.prediction.tokens_per_s
     changes = [
         NearestChange(description, changed, changed.plan.prediction.tokens_per_s / now)
@@ -58,8 +58,8 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 
 
 def small_states(planned: PlannedRun) -> list[NearestChange]:
-    """Return the run with each smaller form of AdamW's states that it may have. They round, so a run is never given
-    them unasked. With a measured machine, the rate of each form's updates is measured."""
+    """Return the run with each smaller form of AdamW's states that it may have. These forms round, so a run uses one
+    only if the user sets it. On this machine, the rate of updates is measured for each form."""
     changes = []
     for form in smaller_states(planned.layout):
         settings: dict[str, Any] = {"optimizer_state_dtype": form}
@@ -73,7 +73,7 @@ def small_states(planned: PlannedRun) -> list[NearestChange]:
 
 
 def _updating(planned: PlannedRun, form: MomentDtype) -> HardwareProfile:
-    """Return the machine with the rate at which it updates states of this form. A machine of a file keeps its rate."""
+    """Return the profile with the rate of updates for this form. A profile that was read from a file keeps its rate."""
     if planned.request.hardware is not None:
         return planned.hardware
     device, effort = device_for(default_torch_device()), MeasuringEffort().within(planned.config)
@@ -134,13 +134,13 @@ def _expert_facts(planned: PlannedRun) -> dict[str, Any]:
 
 
 def row_tokens(planned: PlannedRun) -> int:
-    """Return the tokens of a whole row."""
+    """Return the number of tokens of a whole row, over all ranks that share it."""
     own_tokens, num_sharing = planned.shape.sequence_length, planned.config.ranks.per_row
     return (planned.request.sequence_length or own_tokens * num_sharing) if num_sharing > 1 else own_tokens
 
 
 def positions_exceeded(planned: PlannedRun) -> int | None:
-    """Return the positions of the model's config, if the sequences have more tokens."""
+    """Return `max_position_embeddings` of the model's config if a row has more tokens, and None otherwise."""
     config: Any = getattr(planned.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
@@ -148,7 +148,7 @@ def positions_exceeded(planned: PlannedRun) -> int | None:
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:
-    """Return the step time divided by that of a step that never waits for the drives."""
+    """Return the step time divided by the time of a step that never waits for the drives."""
     step = planned.plan.prediction
     return step.step_s / step.ssd_hidden_step_s
 
@@ -170,7 +170,7 @@ def _changed(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def _with_more_tokens(planned: PlannedRun) -> PlannedRun | None:
-    """Return the plan with enough micro-batches to hide the drives, or with the most micro-batches that fit."""
+    """Return a plan with enough micro-batches to hide the drives, or else with as many as fit. None if no more fit."""
     enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None or enough <= tokens_at_once(planned):
         return None

@@ -1,4 +1,4 @@
-"""The options that `lohan plan` and `lohan estimate` share. Each stands once, as a field of `PlanRequest`."""
+"""The options that `lohan plan` and `lohan estimate` share. Each option is a field of `PlanRequest`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Revision: TypeAlias = Annotated[
     str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a model in the Hub.")
 ]
 TrustRemoteCode: TypeAlias = Annotated[
-    bool, typer.Option("--trust-remote-code", "--trust_remote_code", help="Run the code that the model has.")
+    bool, typer.Option("--trust-remote-code", "--trust_remote_code", help="Run code from the model's repository.")
 ]
 
 
 def option(default: Any, metavar: str | None, text: str, *names: str) -> Any:
-    """Declare a field as an option with the help ``text``. ``names``: by default the field's."""
+    """Declare a field as an option with the help ``text``. ``names``: by default the name of the field."""
     return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=text)})
 
 
@@ -32,8 +32,8 @@ class PlanRequest:
     sequence_length: int | None = option(
         None,
         "S",
-        "Tokens in each sequence. plan: with --lengths, in each packed one. estimate: by default 2048, or the model's "
-        "maximum.",
+        "Tokens in each sequence. For plan with --lengths: tokens in each packed sequence. For estimate: by default "
+        "2048, or the model's maximum.",
         "--seq-len",
     )
     offload: str = option("lohan", "X", "lohan (everything automatic) or a YAML file.")
@@ -47,7 +47,7 @@ class PlanRequest:
     num_nodes: int = option(1, "Y", "Number of machines. All have the same number of ranks.", "--nodes")
     link: str | None = option(None, "RATE", "Rate between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")
     collectives: str | None = option(
-        None, "HOW", "exact, quantized (may round), or forward=int8,gradients=int4,within=int8."
+        None, "HOW", "What ranks exchange: exact, quantized (may round), or forward=int8,gradients=int4,within=int8."
     )
     transport: str | None = option(
         None, "T", "How GPUs of a machine get weights and gradients: host or nccl. Default: as --offload."
@@ -59,16 +59,16 @@ class PlanRequest:
         None, "W", "Whether ranks divide a mixture's experts: auto, none, node or world. Default: as --offload."
     )
     routing: str | None = option(
-        None, "RUN", "A run by whose routing of experts to plan. Default: the run that saved MODEL."
+        None, "RUN", "Plan with the routing of experts that this run recorded. Default: the run that saved MODEL."
     )
     sequence_ranks: int | None = option(
-        None, "N", "Devices of a machine that compute each row together. Default: as --offload."
+        None, "N", "Number of devices of a machine that share each row. Default: as --offload."
     )
     fused: str | None = option(
-        None, "HOW", "Layers with fused kernels: compile (torch_compile=True) or liger (use_liger_kernel=True)."
+        None, "HOW", "Plan fused kernels: compile (torch_compile=True) or liger (use_liger_kernel=True)."
     )
     paper: bool = option(
-        False, None, "Keep all state on the SSDs, as in LoHan's paper. A run also uses RAM.", "--paper"
+        False, None, "Keep all state on the SSDs, as in LoHan's paper. A real run also keeps state in RAM.", "--paper"
     )
     revision: Revision = None
     trust_remote_code: TrustRemoteCode = False
@@ -113,12 +113,12 @@ _BESIDES: Mapping[str, Any] = {
     "model_option": Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Same as MODEL.")],
     "boxes": Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)],
 }
-"""Options besides the fields."""
+"""Options that are not fields of `PlanRequest`."""
 
 
 def with_request(*required: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `PlanRequest`, before its own. Its first argument is the request. ``required``:
-    options without a default. Raises ValueError unless one model is given."""
+    """Add the options of `PlanRequest` before the options of a command. The command gets the request as its first
+    argument. ``required``: options without a default. Raises ValueError unless exactly one model is given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(PlanRequest, include_extras=True)

@@ -25,7 +25,7 @@ from hf_lohan.device import LinkKind
 from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
-"""Fraction of a line rate that is payload. Headers of Ethernet, IP and TCP take the rest, in frames of 1500 bytes."""
+"""Fraction of a line rate that is payload, with frames of 1500 bytes. Headers of Ethernet, IP and TCP take the rest."""
 _LINK = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(bit|b|B)(?:/s|ps)?", re.ASCII)
 _COLLECTIVES = {
     "forward_weights": "weights, forward",
@@ -85,18 +85,18 @@ def why_gpus_do_not_send(hardware: HardwareProfile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LinksBetweenGpus:
-    """What a plan says about the links between the GPUs of a node."""
+    """The links between the GPUs of a node, in a plan."""
 
     kind: str
-    """As `lohan doctor` names it."""
+    """The name of the kind in `lohan doctor`."""
     bytes_per_s: float
     rate_is: str
-    """Where the rate comes from."""
+    """The source of the rate, as the end of "the rate is ..."."""
 
 
 def gpu_links_of(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str | None) -> LinksBetweenGpus | None:
-    """Return the links between the GPUs of a node; None if there are none, because a node has one device, or none of
-    CUDA."""
+    """Return the links between the GPUs of a node. Return None if a node has one device, or if its devices are not
+    GPUs."""
     if plan.cluster.num_local == 1 or hardware.device.shares_cpu:
         return None
     if hardware.gpu_link_bytes_per_s is not None:
@@ -109,12 +109,12 @@ def gpu_links_of(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str |
 
 
 def between_gpus(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str | None) -> Iterator[str]:
-    """Yield sentences on the links between the GPUs of a node, and on what takes them."""
+    """Yield sentences on the links between the GPUs of a node, and on the bytes that they carry."""
     links, ranks = gpu_links_of(plan, hardware, given_rate), plan.prediction.ranks
     if links is None or ranks is None:
         return
     if plan.cluster.transport == "host":
-        yield f"Links between the GPUs of a node: {links.kind}. With ranks.transport: host nothing takes them."
+        yield f"Links between the GPUs of a node: {links.kind}. They are not used with ranks.transport: host."
         return
     moved = ranks.between_gpus
     yield (
@@ -123,13 +123,13 @@ def between_gpus(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str |
         f"them {format_bytes(moved.d2h)} of gradients (ranks.transport: nccl)."
     )
     if hardware.gpus_share_links:
-        yield "They take the links between GPUs and RAM, too, so those have no less to carry than without it."
+        yield "These bytes also pass over the links between GPUs and RAM, so nccl saves nothing on these links."
 
 
 def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
-    """Return the ways to exchange weights and gradients among which `--collectives` lets the plan choose. ``text`` is
-    "exact", "quantized" (all ways), or values by name such as "forward=int8,backward=node". None leaves the choice to
-    the configuration. Raises ValueError."""
+    """Return the ways to exchange weights and gradients from which the plan may choose with `--collectives`. ``text``
+    is "exact", "quantized" (all ways), or names with values such as "forward=int8,backward=node". None leaves the
+    choice to the configuration. Raises ValueError."""
     if text is None:
         return None
     if text == "quantized":
@@ -146,7 +146,7 @@ def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
 
 
 def of_each_rank(cluster: Cluster) -> str:
-    """Return the end of the heading, which says how many ranks there are."""
+    """Return the end of the heading: the number of ranks, or "" for one rank."""
     if cluster.num_ranks == 1:
         return ""
     return f" on each of {cluster.num_ranks} ranks" + (
@@ -165,7 +165,7 @@ def nodes_send(plan: OffloadPlan) -> bool:
 
 
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
-    """Yield (collective, form, bytes) for what one node sends in a step."""
+    """Yield (collective, form, bytes that one node sends in a step), and the sum as the last row."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     forms = {
@@ -182,7 +182,7 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
 
 
 def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
-    """Yield each possible way with its step time, and whether the plan chose it; the fastest way is first."""
+    """Yield a row for each way that was tried, and whether the plan chose it. The fastest way is first."""
     for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
         ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
         gradients = _FORMS[ways.gradients] + (f", {ways.within} within" if ways.within != "exact" else "")
@@ -191,14 +191,14 @@ def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], b
 
 
 def _source(ways: Collectives) -> str:
-    """Return where weights in backward come from."""
+    """Return the source of weights in backward."""
     if ways.group_ranks is None:
         return _SOURCES[ways.backward]
     return f"the {'RAM' if ways.backward == 'ram' else 'SSDs'} of {ways.group_ranks} ranks"
 
 
 def what_hides(plan: OffloadPlan) -> Iterator[str]:
-    """Yield lines that say how many tokens per step hide each shared resource and link behind computing."""
+    """Yield lines with the number of tokens per step from which computing hides each shared resource and link."""
     ranks = plan.prediction.ranks
     if ranks is None:
         return
@@ -212,11 +212,11 @@ def what_hides(plan: OffloadPlan) -> Iterator[str]:
             f"{count(at_once)}."
         )
     for name in ranks.hides_from_tokens.keys() - hidden.keys():
-        yield f"{bottleneck_label(name)}: takes longer for each token than computing, with any batch."
+        yield f"With any batch, {bottleneck_label(name)} takes longer for each token than computing."
 
 
 def rounded_within(plan: OffloadPlan) -> Iterator[str]:
-    """Yield a line that says what codecs save on the link of each device, if they round there."""
+    """Yield a line with the bytes that codecs save on the link of each device, if values are rounded there."""
     ways, ranks = plan.cluster.collectives, plan.prediction.ranks
     if ranks is None or ways.within == "exact":
         return
@@ -229,7 +229,7 @@ def rounded_within(plan: OffloadPlan) -> Iterator[str]:
 
 
 def sent_in_a_line(plan: OffloadPlan) -> str:
-    """Return one line that says what each node sends in a step."""
+    """Return a line with the bytes that each node sends in a step, and their forms."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     return (
@@ -239,13 +239,13 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
 
 
 def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> Iterator[str]:
-    """Yield lines that say what the rows of tokens cost if each expert belongs to one of several ranks, and how evenly
-    ranks share the rows by a measured routing."""
+    """Yield lines for runs in which each expert belongs to one of several ranks: how many tokens cost fewer bytes than
+    weights would, and how evenly a measured routing divides the rows among ranks."""
     ranks = plan.prediction.ranks
     if ranks is not None and ranks.rows_equal_weights_at_tokens is not None:
         yield (
-            f"Up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, the rows of tokens are "
-            "fewer bytes between nodes than the experts' weights and gradients would be."
+            f"With up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, nodes send fewer "
+            "bytes for the rows of tokens than they would for the experts' weights and gradients."
         )
     loads = loads_of_ranks(plan, profile, setup)
     if loads is not None:
@@ -256,15 +256,15 @@ def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSet
                 f"experts.balance the most loaded rank computes {loads['now']:.2f} times the mean"
             )
         yield (
-            f"By the rows that the run has counted, {most}, for which each layer waits. With lohan reshard --balance "
-            f"it would have {loads['balanced']:.2f} times."
+            f"In the routing that the run has counted, {most}. Each layer waits for this rank. With lohan reshard "
+            f"--balance it would have {loads['balanced']:.2f} times the mean."
         )
 
 
 def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> dict[str, float] | None:
-    """Return the rows of the most loaded rank over the mean, as the mean over layers: "now", and "balanced" by `lohan
-    reshard --balance`. If ranks compute rows for each other's experts (`experts.balance`), both count that, and "owned"
-    is the load now without it. None if ranks divide no experts, or no routing is known."""
+    """Return the rows of the most loaded rank divided by the mean of all ranks, averaged over layers. "now" is the
+    present load, and "balanced" the load after `lohan reshard --balance`. If ranks borrow experts (`experts.balance`),
+    "owned" is the present load without it. None if ranks divide no experts, or if no routing is known."""
     cluster = plan.cluster
     layers = [experts for experts in profile.experts if experts.chances]
     if not divides_experts(plan) or not layers:

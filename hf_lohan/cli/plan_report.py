@@ -72,8 +72,8 @@ def run_plan(
 ) -> None:
     """Plan a run and print the plan. Raises ValueError for bad values, and BudgetError with the smallest change that
     helps if no plan fits. With `as_json`, a plan that does not fit is printed as well. ``lifetimes``: also print, and
-    draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows, of which the longest is
-    planned, and the epoch as well."""
+    draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows. The plan is of the
+    longest row, and the epoch is planned as well."""
     studies: Any = studies_for("--lifetimes" if lifetimes else "--plot") if lifetimes or plot is not None else None
     found: list[Any] = []
     lengths = read_lengths(lengths_file) if lengths_file is not None else []
@@ -104,16 +104,16 @@ def run_plan(
 
 
 def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
-    """Return the request for a plan of the longest rows, or of the packed rows that `--seq-len` asks for."""
+    """Return the request with the length of the longest row, or of packed rows if `--seq-len` is given."""
     if not lengths:
         if request.sequence_length is None:
-            raise ValueError("neither --seq-len nor --lengths is given; give the tokens in each row, or a file of them")
+            raise ValueError("neither --seq-len nor --lengths is given; give the length of all rows, or of each row")
         return request
     longest = max(lengths)
     if request.sequence_length is not None and request.sequence_length < longest:
         raise ValueError(
             f"--seq-len {request.sequence_length} is shorter than the longest row of --lengths, which has {longest} "
-            "tokens; leave it out, or give the length of packed rows, into which each row must fit"
+            "tokens; leave --seq-len out, or give the length of packed rows, into which each row must fit"
         )
     return replace(request, sequence_length=request.sequence_length or longest)
 
@@ -147,7 +147,7 @@ def _planned(
 
 
 def _longest_beside_refusal(planned: PlannedRun) -> str:
-    """Return the longest row that fits, to end a refusal of the batch. Nothing if no row fits."""
+    """Return a clause on the longest row that fits, for the end of a refusal. Return "" if no row fits."""
     if planned.plan.least_device_bytes <= device_limit_bytes(planned.hardware, planned.setup):
         return ""
     longest = longest_row_of(planned).num_tokens
@@ -183,7 +183,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
 
 
 def _on_resources(planned: PlannedRun) -> Iterable[str]:
-    """Yield sentences on links, and on the tokens that hide the drives and other resources."""
+    """Yield sentences on links, and on the number of tokens from which computing hides the other resources."""
     yield from rounded_within(planned.plan)
     yield from between_gpus(planned.plan, planned.hardware, planned.request.gpu_link)
     yield hiding(planned)
@@ -230,7 +230,7 @@ def longest_row_text(planned: PlannedRun) -> str:
 
 
 def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> None:
-    """Print a table of classes of lengths, and sentences on the epoch."""
+    """Print a table with a row for each class of lengths, and sentences on the epoch."""
     table = table_of("tokens up to", "batches", "a step", "bound by", "share of the epoch")
     for of_class in epoch.classes:
         table.add_row(
@@ -252,7 +252,7 @@ def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> N
     rows = epoch.ssd_hides_from_packed_rows
     if rows is not None:
         console.print(
-            f"Computing takes longer than the drives from {rows:.3g} packed rows for each move of the weights on.",
+            f"If at least {rows:.3g} packed rows share each load of the weights, computing hides the drives.",
             soft_wrap=True,
         )
 
@@ -294,7 +294,7 @@ def _order(planned: PlannedRun) -> Iterable[str]:
 
 
 def _length(planned: PlannedRun) -> Iterable[str]:
-    """Yield sentences on sequences that do not fit whole, or that are longer than the model's positions."""
+    """Yield sentences on rows that do not fit whole, are shared by ranks, or exceed `max_position_embeddings`."""
     chunk_tokens = planned.plan.chunk_tokens
     if chunk_tokens is not None:
         yield f"A layer computes {chunk_tokens} tokens at a time (chunks.layers)."
@@ -322,7 +322,7 @@ def table_of(*columns: str) -> Table:
 def _resources(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
     table = table_of("seconds busy", "forward", "backward")
-    for column in table.columns[1:]:  # in a narrow terminal the names of the bottlenecks wrap, not the bars
+    for column in table.columns[1:]:  # in a narrow terminal names of bottlenecks wrap, and bars do not
         column.no_wrap = False
     table.add_column("share of the step", justify="left", no_wrap=True)
     for resource in resources_of(planned):
@@ -341,7 +341,7 @@ def _resources(planned: PlannedRun) -> Table:
 
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
-    """Yield tables of the bytes that one node sends, and of the ways to send them."""
+    """Yield a table of the bytes that one node sends, and a table of the ways to exchange that were tried."""
     if not nodes_send(planned.plan):
         return
     table = table_of("one node sends in a step", "", "bytes")
@@ -387,7 +387,7 @@ def _activations(planned: PlannedRun) -> Table:
 
 
 def _records(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on the blocks whose weights are in RAM in full, and on those with optimizer states there."""
+    """Yield a sentence on the number of blocks that have all weights, and that have optimizer states, in RAM."""
     copies = {(record.block, record.kind) for record in planned.plan.resident}
     with_states = {record.block for record in planned.plan.resident if record.kind not in FETCHED_KINDS}
     shapes, texts = [block.shape() for block in planned.layout.blocks], []
@@ -402,21 +402,21 @@ def _records(planned: PlannedRun) -> Iterable[str]:
 
 
 def _gradients(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on gradients that have no buffers."""
+    """Yield a sentence on held gradients for which the pools have no buffers."""
     all_bytes, spilled_bytes = planned.setup.spilled_gradient_bytes, planned.plan.prediction.spilled_gradient_bytes
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
-        yield f"Gradients without buffers: RAM holds {held} beside activations, the SSDs hold {spilled}."
+        yield f"Gradients without buffers: {held} are in the RAM of activations, and {spilled} on the SSDs."
 
 
 def _parked(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on updates that are parked, and on the RAM of a machine that has their gradients."""
+    """Yield a sentence on parked updates, and on the RAM that their gradients take on each node."""
     share = planned.plan.parked_share
     if share:
         held_bytes = share * planned.layout.gradient_bytes / planned.plan.cluster.num_nodes
         yield (
-            f"{percent(share)} of the updates wait for the next forward, so that the SSDs work in it too; their "
-            f"gradients take {format_bytes(int(held_bytes))}."
+            f"{percent(share)} of the updates wait for the next forward, so that the SSDs also work in forward; the "
+            f"gradients of these updates take {format_bytes(int(held_bytes))}."
         )
 
 
@@ -425,14 +425,14 @@ def _rows(planned: PlannedRun) -> Iterable[str]:
     for block in planned.profile.blocks:
         if block.rows is not None:
             yield (
-                f"Of the {format_bytes(block.param_bytes)} of embeddings, the rows of a micro-batch's tokens come to "
-                f"the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM "
-                f"{format_bytes(block.rows.read_bytes)} are read for them."
+                f"Embeddings take {format_bytes(block.param_bytes)}. Only the rows of a micro-batch's tokens come to "
+                f"the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM, "
+                f"{format_bytes(block.rows.read_bytes)} are read for these rows."
             )
 
 
 def _experts(planned: PlannedRun) -> Iterable[str]:
-    """Yield sentences on the number of streamed experts, how many receive tokens, and the bytes that a step moves."""
+    """Yield sentences on the streamed experts, the share that receives tokens, and the bytes that a step moves."""
     plan, step, num_tokens = planned.plan, planned.plan.prediction, planned.profile.num_tokens
     experts = step.experts
     if experts is None:
@@ -441,8 +441,8 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
     each_bytes = experts.param_bytes / experts.num_experts
     yield (
         f"{times(experts.num_experts, 'expert')} of {format_bytes(each_bytes)} in {times(experts.num_layers, 'layer')} "
-        f"stream one by one, {format_bytes(experts.param_bytes)} in all; of {count(plan.num_params)} parameters "
-        f"{count(experts.active_params)} compute a token."
+        f"stream one by one, {format_bytes(experts.param_bytes)} in all; a token uses "
+        f"{count(experts.active_params)} of {count(plan.num_params)} parameters."
     )
     from_tokens = experts.all_hit_from_tokens
     all_hit = "no number of tokens reaches all" if from_tokens is None else f"{from_tokens} or more reach all"
@@ -498,8 +498,7 @@ def wear_words(planned: PlannedRun) -> str:
 
 
 def wear_of_answers(model: str, offload: str) -> str:
-    """Return the wear of a run with the settings in a file, on a machine with the rates of a desktop, and with memory
-    as settings allow."""
+    """Return the wear of a run with the settings in a file, on a desktop whose memory only settings limit."""
     try:
         planned = plan_run(PlanRequest(model=model, offload=offload), OtherMachine(_desktop()))
     except (ValueError, OSError):
@@ -525,7 +524,7 @@ def _commits(planned: PlannedRun) -> Iterable[str]:
 
 
 def hiding(planned: PlannedRun) -> str:
-    """Return how many tokens per step hide the drives behind computing, and how much slower this run is, as text."""
+    """Return a sentence on the number of tokens per step from which computing hides the drives."""
     enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None:
         return "With any batch, the SSDs need longer for activations than the device for computing."

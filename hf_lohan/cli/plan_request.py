@@ -1,4 +1,4 @@
-"""Plans a run from a model's path and a machine. The plan equals that of the run, and needs no weights or store."""
+"""Plans a run from a model's path and a machine. The plan equals the plan of the run. It needs no weights or store."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PlannedRun(PlannedStep):
 
 @dataclass(frozen=True, slots=True)
 class OtherMachine:
-    """A machine and settings to plan for instead of the request's."""
+    """A machine and settings that replace those of the request."""
 
     hardware: HardwareProfile
     settings: tuple[tuple[str, Any], ...] = ()
@@ -89,7 +89,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         asked = replace(asked, quantize=Quantization.parse(request.quantize))
     if request.expert_parallel is not None:
         change: dict[str, Any] = {"experts.parallel": request.expert_parallel}
-        if request.expert_parallel == "none":  # ranks own no experts, so there are none to balance
+        if request.expert_parallel == "none":  # ranks own no experts, so there is nothing to balance
             change["experts.balance"] = False
         asked = OffloadConfig.load(asked, **change)
     if request.transport is not None:
@@ -140,7 +140,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         lora_rank=request.lora_rank,
     )
     ways = ways_asked_for(request.collectives)
-    if ways is not None:  # memory is for the way that needs most
+    if ways is not None:  # the pools must fit the way that needs the most memory
         widest = max(ways, key=lambda way: way.within != "exact")
         config = replace(config, ranks=replace(config.ranks, collectives=widest))
     config = activations_kept_if_needed(model, config)
@@ -201,7 +201,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ways=ways,
         chunks=_cuttable(model, layout) if may_cut else None,
         fused=cast("Fusion | None", request.fused),
-        # Changes of a run are compared by the sum of lanes.
+        # Changed runs are compared by the predicted step time, without a simulation.
         simulates="none" if other is not None else "all" if config.switches.solver == "auto" else "own",
     )
     return PlannedRun(
@@ -216,7 +216,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
 
 
 def run_of_checkpoint(model: str) -> str | None:
-    """Return the output folder of the run that saved a model, if the model is in it. A store must be there."""
+    """Return the output folder of the run that saved a model, if it has both the model and the run's store."""
     for folder in (Path(model), Path(model).parent) if Path(model).is_dir() else ():
         if output_folder(folder, SETTINGS_NAME) is not None and (folder / STORE_FOLDER).is_dir():
             return str(folder)
@@ -224,8 +224,8 @@ def run_of_checkpoint(model: str) -> str | None:
 
 
 def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: bool) -> dict[str, Sequence[int]]:
-    """Return the rows of each expert that a run counted, by layer. Experts that are loaded with their layers have no
-    rows. Raises ValueError if the run ``is_asked`` for and has counted no rows of such experts."""
+    """Return a dict from layer to the number of rows that a run counted for each expert. It is empty if the run counted
+    other experts. ``is_asked``: raise ValueError instead, if the model's experts are streamed."""
     layers = {block.name for block in layout.blocks if block.size_class is SizeClass.LAYER}
     found: dict[str, Sequence[int]] = {}
     for name, counts in (routed.rows.layers if routed.rows is not None else {}).items():
@@ -239,14 +239,14 @@ def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: b
     if is_asked and own:
         raise ValueError(
             f"the run in {run} has counted no rows of the experts of this model; give --routing the output folder of a "
-            "run that streams the same experts, after its first committed step, or leave it out"
+            "run that streams the same experts and has committed a step, or leave --routing out"
         )
     return {}
 
 
 def longest_row_of(planned: PlannedRun) -> LongestRow:
-    """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
-    division of RAM."""
+    """Return the longest row that fits the machine of the run if each batch has one row. The settings and the division
+    of RAM are those of the run."""
     may_cut = not planned.layout.model_blocks.experts and planned.request.fused != "compile"
     chunks = _cuttable(planned.model, planned.layout) if may_cut else None
     shared = planned.config.ranks.per_row
@@ -281,13 +281,13 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
 
 
 _SMALL_CHUNK = 1024
-"""Smaller chunks hardly make longer rows fit."""
+"""Tokens of a chunk for `longest_row_of`. With smaller chunks the longest row is hardly longer."""
 _longest_rows: dict[tuple[PlanRequest, HardwareProfile, ResolvedConfig], LongestRow] = {}
-"""Of the runs that this process has planned."""
+"""Cache of `longest_row_of`."""
 
 
 def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
-    """Return the plan of an epoch of rows with these lengths, for the run that was planned for the longest."""
+    """Return the plan of an epoch of rows with these lengths. ``planned`` is the plan for the longest row."""
     request = planned.request
     if planned.config.ranks.per_row > 1:
         raise ValueError(
@@ -333,7 +333,7 @@ def _measured(config: ResolvedConfig, device: Device, traced: TracedModel, dtype
 
 
 def _direct_if_asked(hardware: HardwareProfile, config: ResolvedConfig, path: str) -> HardwareProfile:
-    """Return the profile at ``path`` with GPUDirect Storage if it has it and the configuration allows it."""
+    """Return the profile, which was read from ``path``. It keeps GPUDirect Storage if the configuration allows it."""
     if config.gpu_direct is True and not hardware.device.moves_files:
         raise ValueError(
             f"gpu_direct: true cannot be planned for, because the device in {path} does not have moves_files: true; "

@@ -31,12 +31,12 @@ class Resource:
 
     label: str
     bottlenecks: frozenset[str]
-    """The planner's names for this resource as a bottleneck."""
+    """The names that the planner uses for this resource if it is the bottleneck."""
     work: tuple[Work, ...]
 
 
 def resources_of(planned: PlannedRun) -> list[Resource]:
-    """Return all resources of the machine. If the CPU is the device, its cores do all work but that of the drives."""
+    """Return all resources of the machine. If the CPU is the device, its cores also compute and copy."""
     step = planned.plan.prediction
 
     def work(label: str, lane: str) -> Work:

@@ -20,7 +20,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def ssd_paths_of(stores: Sequence[str]) -> list[list[str]]:
-    """Return the ssd paths of a run's ranks. ``stores`` is its output folder, or the paths that all ranks share."""
+    """Return the ssd paths of each rank. ``stores`` is the run's output folder, or the paths that all ranks share."""
     return store_paths_of(stores[0]) if len(stores) == 1 else [[*map(str, stores)]]
 
 
@@ -38,7 +38,7 @@ def verify_stores(stores: Sequence[str]) -> bool:
                 stack.enter_context(Store.open([*map(StorePath, of_rank)], model=None, engine=io, is_read_only=True))
                 for of_rank in folders
             ]
-            if rank_of(paths[0][0]) == (0, 1):  # not the folder of one rank alone
+            if rank_of(paths[0][0]) == (0, 1):  # the path is not the folder of one rank among several
                 refuse_other_parts(opened)
             return _verify_ranks(opened, console) if opened[1:] else _verify_one(opened[0], console)
     finally:
@@ -53,8 +53,8 @@ def _verify_one(store: Store, console: Console) -> bool:
 
 
 def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
-    """Check each rank's store at the newest commit that all ranks have, which is the one that a resume reads. A rank
-    may be one commit ahead of the others. Damage in that newer commit is printed, but a resume does not read it."""
+    """Check each rank's store at the newest commit that all ranks have. A resume reads this commit. A rank may be one
+    commit ahead of the others. Damage in its newer commit is printed, but a resume does not read it."""
     num_ranks = len(stores)
     newest = [store.kept_commits[:1] for store in stores]
     problem = ""
@@ -100,7 +100,7 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
 
 
 def _journal_errors(store: Store, commit: Commit) -> list[StorageError]:
-    """Return the errors in the journal of a Trainer's step that its checksum does not show."""
+    """Return the errors in the journal of a Trainer's step that the journal's checksum does not show."""
     if not commit.facts.get("is_resumable"):
         return []
     from hf_lohan.huggingface.trainer.step_journal import (
@@ -120,5 +120,5 @@ def _contents(store: Store, commit: Commit) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a sentence whose line a terminal may wrap, as it is."""
+    """Print a sentence unchanged. The terminal may wrap it."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Turns each fact and each measured rate of a machine into a check with a verdict. All functions are pure."""
+"""Makes a check with a verdict from each fact and each measured rate of a machine. All functions are pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STORE_BYTES_PER_PARAM = 24
 _HIGH_LOAD_FRACTION = 0.5
 _WORN_PERCENT, _WORN_OUT_PERCENT = 80, 100
 _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S = 6e9, 20e9
-"""A slow link is below PCIe 3 x16 with unpinned memory or x8 with pinned memory; a fast one is PCIe 4 x16."""
+"""A slow link is below PCIe 3 x16 with unpinned memory, or PCIe 3 x8 with pinned memory. A fast link is PCIe 4 x16."""
 _DUPLEX_FRACTION = 1.2
 """On a full-duplex link, both directions at once reach at least this multiple of one direction's rate."""
 _SLOW_READ_BYTES_PER_S, _FAST_READ_BYTES_PER_S = 0.6e9, 3e9
 _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S = 0.5e9, 2e9
-"""A slow drive writes no faster than SATA allows; a fast one is a good NVMe drive."""
+"""A slow drive writes no faster than SATA allows. A fast drive is a good NVMe drive."""
 _TOGETHER_FRACTION = 0.75
 _MIXED_FRACTION = 0.6
 _FAST_GPU_FLOPS_PER_S = 50e12
@@ -110,13 +110,13 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
     pinned = "available" if facts.is_pinned else "refused"
     yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
-    # There is no advice, because a run can move everything through pinned memory.
+    # This check gives no advice, because a run without GPUDirect Storage uses pinned memory instead.
     found = f"available ({facts.gpudirect_rates})" if facts.gpudirect_rates else "available"
     yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else found, GOOD)
 
 
 def _links_between(links: Sequence[GpuLink]) -> str:
-    """Return the pairs of GPUs, numbered as in torch, by the kind of their links."""
+    """Return each kind of link with the pairs of GPUs that it connects. GPUs have the indices that torch uses."""
     pairs = {kind: [f"{link.first}-{link.second}" for link in links if link.kind is kind] for kind in LinkKind}
     found = [f"{kind.value} ({', '.join(pairs[kind])})" for kind in LinkKind if pairs[kind]]
     return "; ".join(found) or "none, because there is one GPU"
@@ -189,7 +189,7 @@ def _room(facts: PathFacts) -> Check:
         f"{format_bytes(usable)}, {count(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions",
         (capacity > facts.free_bytes, COULD_BE_BETTER, lower),
         (usable < _GIB, BAD, "free space or choose another path"),
-        (usable < 32 * _GIB, COULD_BE_BETTER, "free space or add a path, because this is little for a large model"),
+        (usable < 32 * _GIB, COULD_BE_BETTER, "free space or add a path, because a large model needs more"),
     )
 
 
@@ -197,15 +197,15 @@ def _wear(facts: PathFacts) -> Check:
     name, wear = "drive wear", facts.wear_percent
     if wear is None:
         return Check(name, f"not readable: {facts.wear_problem}", NOT_KNOWN)
-    replace_it = "replace the drive; until then keep checkpoints on another"
-    plan_for_it = "plan for a new drive; more cpu_memory keeps more records off it"
+    replace_it = "replace the drive; until then keep checkpoints on another drive"
+    plan_for_it = "plan for a new drive; with more cpu_memory a run writes less to this one"
     remarks = (wear >= _WORN_OUT_PERCENT, BAD, replace_it), (wear >= _WORN_PERCENT, COULD_BE_BETTER, plan_for_it)
     return _check(name, f"{wear}% of its rated writes", *remarks)
 
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
-    """Return the checks of measured rates. `dtype` is the type of matrix products. `update_bytes` is how many bytes an
-    update reads, and writes, for each parameter (weight, master and moments)."""
+    """Return the checks of measured rates. `dtype` is the dtype of matrix products. An update reads `update_bytes` for
+    each parameter (weight, master and moments), and writes as many."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         advice = "use an NVMe drive on four lanes, or add one as a further path"
@@ -221,8 +221,8 @@ def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 1
         value = f"{gb_per_s(read)} read, {gb_per_s(write)} written"
         checks.append(_check("all paths together", value, (is_slow, COULD_BE_BETTER, advice)))
     if mixed is not None:
-        is_slow = mixed < _MIXED_FRACTION * 2 / (1 / read + 1 / write)  # in turns
-        advice = "nothing, plans account for it; a drive with more cache suffers less"
+        is_slow = mixed < _MIXED_FRACTION * 2 / (1 / read + 1 / write)  # rate of reads and writes in turns
+        advice = "do nothing, because plans count it; a drive with more cache loses less"
         checks.append(_check("reads and writes mixed", gb_per_s(mixed), (is_slow, COULD_BE_BETTER, advice)))
     return [*checks, _optimizer(profile, update_bytes)]
 
@@ -249,7 +249,7 @@ def _links(profile: HardwareProfile) -> list[Check]:
         for name, rate in (("host to device", h2d), ("device to host", d2h))
     ]
     if both is not None:
-        advice = "nothing, plans account for it (some links and virtual machines carry one direction at a time)"
+        advice = "do nothing, because plans count it (some links and virtual machines carry one direction at a time)"
         is_slow = both < _DUPLEX_FRACTION * min(h2d, d2h)
         checks.append(_check("both ways at once", gb_per_s(both), (is_slow, COULD_BE_BETTER, advice)))
     return checks
@@ -260,7 +260,7 @@ def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
     value, update_s = f"{cpu.optimizer_params_per_s / 1e6:,.0f} M parameters/s", 1 / cpu.optimizer_params_per_s
     if cpu.checksum_bytes_per_s:
         value += f", checksums {gb_per_s(cpu.checksum_bytes_per_s)}"
-        update_s += 2 * update_bytes / cpu.checksum_bytes_per_s  # of what is read and what is written
+        update_s += 2 * update_bytes / cpu.checksum_bytes_per_s  # checksums of reads and of writes
     drives = 1 / (update_bytes / profile.ssd_read_bytes_per_s + update_bytes / profile.ssd_write_bytes_per_s)
     if 1 / update_s < drives:
         advice = f"give the run more cores or faster memory; the drives could feed {drives / 1e6:,.0f} M parameters/s"

@@ -2,8 +2,8 @@
 
 `OffloadConfig` is one frozen dataclass, made from a YAML file, a dict, the word "lohan" or keywords. A field declares a
 setting: its name, type, default, check (`values`) and documentation. Settings that belong together are a table
-(`tables`). The errors for a misspelt and for a former name say the right one. `resolve` replaces every "auto" that
-depends on the machine, and returns a `ResolvedConfig`. The room does not import torch and does not inspect the machine.
+(`tables`). The error for a misspelt or former name gives the right name. `resolve` replaces every "auto" that depends
+on the machine, and returns a `ResolvedConfig`. This package does not import torch and does not inspect the machine.
 """
 
 from hf_lohan.config.offload_config import (

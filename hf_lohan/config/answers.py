@@ -42,7 +42,7 @@ _CARDS_GIB = {
     "rtx6000ada": 48,
     "rtxpro6000": 96,
 }
-"""Memory of each card. If cards of one name differ, it is that of the smallest."""
+"""Memory of each card, in GiB. If a name has variants, it is the smallest memory."""
 _ON_CPU = ("none", "cpu")
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")
 _SIZE = re.compile(r"\d+(?:\.\d+)?\s*g(?:i?b)?\b", re.IGNORECASE)
@@ -104,7 +104,7 @@ def _of_drives(answer: str) -> dict[str, Any]:
 
 
 def _bytes_of(size: str) -> int:
-    """Return the bytes of a size such as 24GB, 24GiB or 24G, as vendors write it."""
+    """Return the number of bytes of a size such as 24GB, 24GiB or 24G. Here 24G is 24GB, as vendors write it."""
     number, unit = re.split(r"(?=[gG])", size.strip(), maxsplit=1)
     return parse_bytes(f"{number.strip()}{'GB' if unit.lower() == 'g' else unit}")
 
@@ -129,13 +129,13 @@ QUESTIONS = (
 
 
 def missing_answers(answers: Mapping[str, str | None]) -> list[str]:
-    """Return the options of the questions that have no answer."""
+    """Return the command's options for the questions that have no answer."""
     return [f"--{question.name}" for question in QUESTIONS if answers.get(question.name) is None]
 
 
 def use_answers(answers: Mapping[str, str], file: str) -> Answers:
-    """Return the offload config and the commands for ``answers``, by the questions' names. ``file`` is the path for the
-    config. Raises ConfigError for a wrong answer."""
+    """Return the offload config and the commands for ``answers``, whose keys are the names of the questions. ``file``
+    is the path for the config. Raises ConfigError for a wrong answer."""
     settings: dict[str, Any] = {}
     for question in QUESTIONS:
         settings |= question.settings(answers[question.name])

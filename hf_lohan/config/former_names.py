@@ -1,4 +1,4 @@
-"""Names that settings had in earlier versions, and what has replaced them."""
+"""Former names of settings, and their replacements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOW = {
     "io_threads": "_io_threads",
     "io_piece_bytes": "_io_piece_bytes",
 }
-"""Former names by the present ones. The setting of a name that begins with "_" is not public any more."""
+"""Maps each former name to the present name. A setting whose present name begins with "_" is no longer public."""
 _DECIDED = {
     "schedule": "a run always reads a chunk before it writes the previous one",
     "clip": "a run measures both ways to wait for the norm and uses the faster one",
@@ -35,15 +35,15 @@ _DECIDED = {
     "io_threads": "a run has one thread for each CPU, at least 2 and at most 8",
     "io_piece_bytes": "a run reads and writes 8 MiB at a time",
 }
-"""What a run does by itself in place of a setting that is not public any more."""
+"""For each setting that is no longer public: the choice that a run makes by itself."""
 
 
 _IN_ALL_RECORDS = {"schedule", "io_threads", "io_piece_bytes", "prefetch_blocks"}
-"""Settings that all earlier versions have recorded."""
+"""Settings in the records of all earlier versions."""
 
 
 def refuse_former_names(settings: Mapping[Any, object]) -> None:
-    """Raise ConfigError, with what has replaced them, for settings whose names are former ones."""
+    """Raise ConfigError if settings have former names. The error gives the replacement of each."""
     told = []
     for name in settings:
         if name in _DECIDED:
@@ -56,7 +56,7 @@ def refuse_former_names(settings: Mapping[Any, object]) -> None:
 
 
 def with_present_names(settings: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return settings that an earlier version has recorded under their present names, and others as they are."""
+    """Return settings with present names if an earlier version recorded them. Return other settings unchanged."""
     if not settings.keys() >= _IN_ALL_RECORDS:
         return settings
     return {_NOW.get(name, name): value for name, value in settings.items()}

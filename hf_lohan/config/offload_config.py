@@ -48,13 +48,13 @@ DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
 Embedding: TypeAlias = Literal["auto", "whole", "rows"]
 
 ALL_AUTO = "lohan"
-"""As a value: offloading with every setting at its default. As a key: the table that holds all settings."""
+"""As the value of `offload`: every setting has its default. As a key of a file: the table with all settings."""
 FITS_OR_NOT = "auto"
-"""Value of a Trainer's `offload` that offloads only if the training does not fit the device."""
+"""With this value of `offload`, a Trainer offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
-"""Environment variable with the default of `offload`."""
+"""Environment variable that has the default value of `offload`."""
 DEVICE_TENTHS = SLOTS_TENTHS
-"""Tenths of the free memory of the device that "auto" allows."""
+"""`gpu_memory: auto` is this many tenths of the device's free memory."""
 _MAX_CPU_THREADS = 1024
 _IO_PIECE_BYTES = 8 << 20
 _BESIDE_BYTES = 6 << 30
@@ -63,16 +63,16 @@ _SIZES = frozenset({"gpu_memory", "device_memory", "cpu_memory"})
 
 
 def ram_of_auto(free_bytes: int, *, memory_is_host: bool) -> int:
-    """Return the bytes that `cpu_memory: auto` is, of ``free_bytes`` of host memory."""
+    """Return the value of `cpu_memory: auto` in bytes, if ``free_bytes`` of host memory are free."""
     least_bytes = free_bytes * 6 // 10
-    if memory_is_host:  # slots and working memory are in the same memory
+    if memory_is_host:  # slots and working memory are in host memory too
         return least_bytes
     return max(least_bytes, min(free_bytes * 85 // 100, free_bytes - _BESIDE_BYTES))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FreeResources:
-    """What a run may use of its machine."""
+    """The resources of a machine that a run may use."""
 
     host_memory_bytes: int
     device_memory_bytes: int
@@ -82,7 +82,7 @@ class FreeResources:
     """Whether the device computes in host memory."""
 
     def slots_bytes(self, config: OffloadConfig) -> int:
-        """Return the bytes that `gpu_memory: auto` allows."""
+        """Return the value of `gpu_memory: auto` in bytes."""
         device_bytes = self.device_memory_bytes
         if config.device_memory != AUTO:
             device_bytes = min(device_bytes, config.device_memory)
@@ -98,22 +98,22 @@ class OffloadConfig:
     """
 
     gpu_memory: int | Literal["auto"] = setting(AUTO, check_size, here=lambda config, free: free.slots_bytes(config))
-    """Maximum memory of the compute device for slots and kept activations; "auto" is 80% of the free memory. The
-    working memory of a layer or the head is not included."""
+    """Maximum memory of the compute device for slots and kept activations, without the working memory of a layer or the
+    head. "auto" is 80% of the free memory."""
 
     device_memory: int | Literal["auto"] = setting(AUTO, check_size)
-    """Maximum memory of the compute device for all that a training step takes: slots, kept activations, the working
-    memory of a layer or the head, and what the device's allocator holds beyond them. A batch whose step needs more ends
-    the run before its forward. Use it for a card that also drives a screen, or to try long sequences in little memory.
-    `gpu_memory: auto` is 80% of this size if it is less than the free memory. "auto" is the memory that is free when a
-    step is planned, and a batch that needs more is only warned of."""
+    """Maximum memory of the compute device for a whole training step: slots, kept activations, the working memory of a
+    layer or the head, and unused memory that the device's allocator holds. If the step of a batch needs more, the run
+    ends before the forward. Set a size for a card that also drives a screen, or to try long sequences in little memory.
+    If this size is less than the free memory, `gpu_memory: auto` is 80% of it. "auto" is the memory that is free when a
+    step is planned. If a batch needs more, the run only logs a warning."""
 
     cpu_memory: int | Literal["auto"] = setting(
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
-    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
-    less so that 6 GiB stay free for everything else, such as workers of the data loader, but at least 60%. It is 60% if
-    the device computes in host memory."""
+    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory. It
+    is less if otherwise less than 6 GiB would stay free for other things, such as workers of the data loader, but at
+    least 60%. It is always 60% if the device computes in host memory."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
         AUTO, check_ssd, here=lambda config, free: config.ssd_paths(free.default_ssd_path)
@@ -130,65 +130,65 @@ class OffloadConfig:
         here=lambda config, _: "int8" if config.stochastic_rounding else config.moment_dtype,
     )
     """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. "bfloat16" and "int8"
-    round the moments when they are stored, so training no longer equals torch's to the bit. "auto" is "float32", or
+    round the moments when they are stored, so training is no longer bitwise equal to torch. "auto" is "float32", or
     "int8" for a Trainer whose `optim` names an 8-bit AdamW, such as `adamw_8bit`."""
 
     stochastic_rounding: bool = setting(False, check_flag)
     """Whether bfloat16 weights have no float32 masters. AdamW then computes each new weight in float32 and rounds it up
-    or down at random, right on average, and moments are stored in int8. The training state takes 4.25 bytes a parameter
-    in place of 12, and training no longer equals torch's. It is for AdamW and bfloat16 weights alone."""
+    or down at random, without bias. Moments are stored in int8. The training state takes 4.25 bytes a parameter instead
+    of 12, and training is no longer bitwise equal to torch. Only AdamW with bfloat16 weights supports it."""
 
     quantize: Quantization = setting(FORM_OF_THE_CHECKPOINT, check_quantize)
-    """In which form frozen matrices of the layers are stored, read and sent to the device: "nf4" and "fp4" pack them in
-    4 bits and "int8" in 8, with the bits of bitsandbytes; "none" stores the working dtype; "auto" keeps the form of the
-    checkpoint. A table sets `method` and the rest: `double` (true: the scales are packed as well), `block` (64 elements
-    share a scale) and `skip` (modules that are not packed). Weights are decoded before they compute, so adapters train
-    as over the decoded weights."""
+    """Form in which frozen matrices of the layers are stored, read and sent to the device: "nf4" and "fp4" pack them in
+    4 bits and "int8" in 8, bitwise equal to bitsandbytes; "none" stores the working dtype; "auto" keeps the form of the
+    checkpoint. A table has the keys `method`, `double` (true: the scales are packed as well), `block` (number of
+    elements that share a scale, by default 64) and `skip` (modules that are not packed). Weights are decoded before
+    they are used, so adapters train exactly as over the decoded weights."""
 
     save_dtype: SaveDtype = setting(AUTO, choice(SaveDtype))
-    """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
-    "auto" is the type in which they were loaded, as in the stock Trainer: with `bf16=True` a float32 model is saved in
-    float32. "float32" writes the exact masters, which take twice the bytes; "bfloat16" writes the working weights."""
+    """Type in which `save_model`, `save_pretrained`, `lohan export` and checkpoints save bfloat16 weights. "auto" is
+    the type in which they were loaded, as in the stock Trainer: with `bf16=True` a float32 model is saved in float32.
+    "float32" writes the exact masters, which take twice the bytes. "bfloat16" writes the working weights."""
 
     activations: Activations = setting(AUTO, choice(Activations))
-    """What happens to a layer's activations until its backward: "recompute" drops them and computes them again;
-    "inputs" does so too, and moves layers' inputs to host memory and the SSD as far as the device has no room for
-    them; "swap" moves the layer's input and the outputs of matrix products and attention to host memory and the SSD,
-    and recomputes only the cheap rest; "keep" leaves all of them on the device; "auto" chooses one of these for each
+    """Where the activations of a layer are until its backward. "recompute" drops them and computes them again. "inputs"
+    does the same, and moves inputs of layers that do not fit the device to host memory and the SSD. "swap" moves the
+    layer's input and the outputs of matrix products and attention to host memory and the SSD, and recomputes only the
+    other, cheap operations. "keep" leaves all activations on the device. "auto" chooses one of these for each
     activation at the first forward, so that the step is shortest."""
 
     chunks: ChunkSettings = table(ChunkSettings)
-    """Layers and the loss compute some tokens at a time, so that long rows fit. Only the order of sums changes."""
+    """Computes layers and the loss for some tokens at a time, so that long rows fit. Only the order of sums changes."""
 
     vertical_micro_batches: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
     """Whether gradient accumulation runs all micro-batches of a step through a block before the next block, so that
-    weights move once per step. The activations of all micro-batches exist at once. "auto" does so in Trainer if the
-    plan predicts a shorter step and no number changes; if not, the log says why."""
+    weights move once per step. The activations of all micro-batches exist at once. With "auto", Trainer does so if the
+    plan predicts a shorter step and no number changes. Otherwise the log says why."""
 
     embedding: Embedding = setting(AUTO, choice(Embedding))
     """How the input embeddings are loaded to the device. "whole" loads the table. "rows" loads only the rows of a
-    batch's tokens, and only their gradients leave the device. Several ranks get rows from the ranks that own them, and
-    between machines only rows are sent, which `ranks.collectives` never rounds. It changes no number on a CPU; on a
-    GPU, the norm of one rank for clipping adds the table's gradient in another order. Embeddings that are tied to the
-    head, and tables that are used in another way, are loaded whole. "auto" is "whole"."""
+    batch's tokens, and only the gradients of these rows leave the device. With several ranks, each row comes from the
+    rank that owns it. Only rows are sent between machines, and `ranks.collectives` never rounds them. "rows" changes no
+    number on a CPU. On a GPU, with one rank, the norm for clipping sums the table's gradient in another order. A table
+    is always loaded whole if it is tied to the head or not only used for lookups. "auto" is "whole"."""
 
     experts: ExpertSettings = table(ExpertSettings)
-    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A word is the table's `load`:
-    `experts: streamed`."""
+    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A word sets the key `load`, as
+    in `experts: streamed`."""
 
     ranks: RankSettings = table(RankSettings)
     """How several ranks work together."""
 
     durability: DurabilitySetting = setting(AUTO, choice(DurabilitySetting))
-    """"step" keeps two versions of all state, so that a run can resume from every committed step; "checkpoint" keeps
-    one, so that a run can resume only from its last checkpoint; "auto" is "step" if the SSD has room for two."""
+    """"step" keeps two versions of all state, so that a run can resume from every committed step. "checkpoint" keeps
+    one, so that a run can resume only from its last checkpoint. "auto" is "step" if two versions fit the SSD."""
 
     commit_every: int | str = setting(AUTO, check_interval)
     """How often a step is committed, so that a run can resume from it: a number of steps, or a time such as "10min".
     Records with a copy in RAM are written only for commits. "auto" commits every step unless this makes steps longer or
-    writes over 64 MiB more. In that case commits take 2% of the time and write 2 MB a second, a quarter of what a
-    consumer drive endures for five years, but are at most 10 minutes apart. It still commits every step if rare commits
-    would make steps 3% longer."""
+    writes over 64 MiB more. In that case it commits so rarely that commits take 2% of the time and write 2 MB a second
+    (a consumer drive endures four times this rate for five years), but at least every 10 minutes. It still commits
+    every step if rare commits would make steps 3% longer."""
 
     max_skipped_steps: int = setting(5, check_number)
     """A step with gradients that are not finite is skipped. The run ends after this many skipped steps in a row."""
@@ -199,15 +199,14 @@ class OffloadConfig:
     cpu_threads: int | Literal["auto"] = setting(
         AUTO, partial(check_count, most=_MAX_CPU_THREADS), here=lambda _, free: max(1, free.num_cpus)
     )
-    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one for each CPU, also where
-    OMP_NUM_THREADS says otherwise. A model that computes on the CPU adds in an order that depends on them, as in
-    torch."""
+    """Number of threads for arithmetic on the CPU, such as the optimizer. "auto" is one for each CPU, whatever
+    OMP_NUM_THREADS is. If the model computes on the CPU, the order of its sums depends on this number, as in torch."""
 
     gpu_direct: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
-    """Whether weights and swapped activations go between the SSDs and the GPU past host memory (GPUDirect Storage).
-    "auto" does so where a trial reads and writes faster than through host memory. true ends the run if the machine
-    cannot. It needs a data-center or professional GPU, and nvidia-fs or p2pdma for its drives; a GeForce has none.
-    Checksums are then computed on the GPU. The setting changes no number."""
+    """Whether weights and swapped activations move between the SSDs and the GPU without passing through host memory
+    (GPUDirect Storage). "auto" does so if a trial reads and writes faster than through host memory. With true, the run
+    ends if the machine does not support it. It needs a data-center or professional GPU, not a GeForce, and nvidia-fs or
+    p2pdma for the drives. Checksums are then computed on the GPU. The setting changes no number."""
 
     trace: bool = setting(False, check_flag)
     """Whether every task of every lane is recorded and written to `lohan/trace.json` at the end of training."""
@@ -216,7 +215,7 @@ class OffloadConfig:
     """Whether the model card that Trainer writes gets the tag `hf_lohan` and three lines about the run."""
 
     switches: Switches = table(Switches)
-    """Not public. A config has its keys with "_" before them."""
+    """Not public. In a config, the names of its keys begin with "_"."""
 
     def __new__(cls, **settings: Any) -> OffloadConfig:
         refuse_former_names({name: settings[name] for name in settings.keys() - cls.__dataclass_fields__.keys()})
@@ -226,8 +225,8 @@ class OffloadConfig:
         check_fields(self, OffloadConfig)
         if self.switches.clip == "speculate" and self.commit_every not in (AUTO, 1):
             raise ConfigError(
-                f"_clip: 'speculate' needs a commit of every step to return to, and commit_every is "
-                f"{self.commit_every!r}; set commit_every to 1, or _clip to 'defer'"
+                f"_clip: 'speculate' may return to the previous step, so it needs a commit of every step, and "
+                f"commit_every is {self.commit_every!r}; set commit_every to 1, or _clip to 'defer'"
             )
 
         if self.stochastic_rounding and self.optimizer_state_dtype not in (AUTO, "int8"):
@@ -237,8 +236,8 @@ class OffloadConfig:
             )
         if self.switches.solver == "migration" and self.activations != AUTO:
             raise ConfigError(
-                f"_solver: 'migration' chooses what is swapped, and activations: {self.activations!r} leaves it no "
-                "choice; set activations to auto, or _solver to auto"
+                f"_solver: 'migration' chooses the activations that are swapped, and activations: "
+                f"{self.activations!r} leaves it no choice; set activations to auto, or _solver to auto"
             )
 
         if self.ranks.per_row > 1:
@@ -253,7 +252,7 @@ class OffloadConfig:
             raise ConfigError(missing)
 
     def _refuse_beside_ranks_of_a_row(self) -> None:
-        """Raise ConfigError for settings that need the whole rows of a batch on each rank."""
+        """Raise ConfigError if ranks share rows and another setting needs whole rows on each rank."""
         refused = {
             "vertical_micro_batches: true, which runs micro-batches in threads; set vertical_micro_batches to false": (
                 self.vertical_micro_batches is True
@@ -310,7 +309,7 @@ class OffloadConfig:
         refuse_former_names(settings)
         known = [*SETTINGS, *(name for name in _KEYS if not name.startswith("_"))]
         refuse_unknown_keys((name for name in settings if name not in _KEYS), known, what="offload setting")
-        for of in TABLES:  # a word is one key, and leaves the others as they are
+        for of in TABLES:  # a word sets one key of a table, and the other keys stay
             if of.WORD is not None and isinstance(settings.get(of.NAME), str):
                 word = {of.key_of(of.WORD): settings[of.NAME]}
                 settings = {**word, **{name: value for name, value in settings.items() if name != of.NAME}}
@@ -336,9 +335,9 @@ class OffloadConfig:
         memory_is_host: bool = True,
         memory_limit_bytes: int | None = None,
     ) -> ResolvedConfig:
-        """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto".
-        Raises ConfigError for a `cpu_memory` above ``memory_limit_bytes``, the most that a rank can have; None is no
-        limit."""
+        """Replace each "auto" that depends on the machine, and return the config. SSD capacities may stay "auto".
+        ``memory_limit_bytes`` is the most host memory that a rank can have, or None for no limit. Raises ConfigError if
+        `cpu_memory` is larger."""
         if memory_limit_bytes is not None and self.cpu_memory != AUTO and self.cpu_memory > memory_limit_bytes:
             most = ram_of_auto(memory_limit_bytes, memory_is_host=memory_is_host)
             raise ConfigError(
@@ -365,19 +364,19 @@ class OffloadConfig:
         )
 
     def ssd_paths(self, default: str | os.PathLike[str]) -> tuple[SsdPath, ...]:
-        """Return the paths of `ssd`. With "auto" it is the folder ``default``, whose name is no pattern."""
+        """Return the paths of `ssd`. "auto" is the folder ``default``, in whose name braces have no meaning."""
         return (SsdPath(os.fspath(default)),) if self.ssd == AUTO else self.ssd
 
     @property
     def moment_dtype(self) -> Literal["float32", "bfloat16", "int8", "int8_stochastic"]:
-        """The form in which moments are stored. With "auto" it is float32."""
+        """The form in which moments are stored. "auto" is float32."""
         if self.stochastic_rounding:
             return "int8_stochastic"
         return "float32" if self.optimizer_state_dtype == AUTO else self.optimizer_state_dtype
 
     def to_dict(self, *, with_dots: bool = False) -> dict[str, Any]:
-        """Return the settings in JSON's types, for `load`. ``with_dots``: each key of a table by itself, and
-        all switches."""
+        """Return the settings in JSON's types, for `load`. ``with_dots``: return each key of a table as `table.key`,
+        and also all switches."""
         settings = {name: getattr(self, name) for name in SETTINGS}
         if self.ssd != AUTO:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
@@ -394,12 +393,12 @@ class OffloadConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ResolvedConfig(OffloadConfig):
-    """The settings of a run on a machine. What is still "auto" is decided by the model or the plan."""
+    """The settings of a run on a machine. The model or the plan decides values that are still "auto"."""
 
     gpu_memory: int
     cpu_memory: int
     ssd: tuple[SsdPath, ...]
-    """A capacity that is "auto" is the free space."""
+    """Paths of the store. A capacity of "auto" is the free space."""
     optimizer_state_dtype: Literal["float32", "bfloat16", "int8"]
     prefetch_blocks: int
     cpu_threads: int
@@ -407,12 +406,12 @@ class ResolvedConfig(OffloadConfig):
     io_piece_bytes: int
 
     def resolve(self, **free: Any) -> ResolvedConfig:
-        """Return this config, which is resolved."""
+        """Return this config, because it is already resolved."""
         return self
 
     def with_device_memory(self, num_bytes: int) -> ResolvedConfig:
-        """Return this resolved config with another `device_memory`, and with the part of it that "auto" allows for
-        `gpu_memory`, unless `gpu_memory` is another size."""
+        """Return this config with another `device_memory`. If `gpu_memory` is the share of `device_memory` that "auto"
+        allows, it becomes this share of ``num_bytes``."""
         if self.device_memory == AUTO or self.gpu_memory != self.device_memory * DEVICE_TENTHS // 10:
             return replace(self, device_memory=num_bytes)
         return replace(self, device_memory=num_bytes, gpu_memory=num_bytes * DEVICE_TENTHS // 10)
@@ -423,8 +422,8 @@ class ResolvedConfig(OffloadConfig):
 
 
 def offload_of_environment(*, may_fit: bool = True) -> str | None:
-    """Return the default of `offload` from the environment, or None. ``may_fit``: whether the caller can choose not to
-    offload. Raises ConfigError for a wrong value."""
+    """Return the default value of `offload` from the environment, or None. ``may_fit``: whether the caller accepts
+    "auto", which may choose not to offload. Raises ConfigError for a wrong value."""
     value = os.environ.get(OFFLOAD_VARIABLE)
     if value and (value != FITS_OR_NOT or not may_fit):
         try:
@@ -441,7 +440,7 @@ SETTINGS = tuple(own.name for own in fields(OffloadConfig) if own.name != Switch
 TABLES = (ExpertSettings, ChunkSettings, RankSettings)
 _KEYS = {f"{of.NAME}.{own.name}": (of.NAME, own.name) for of in TABLES for own in fields(of)}
 _KEYS |= {f"_{own.name}": (Switches.NAME, own.name) for own in fields(Switches)}
-"""The names of single keys of a table."""
+"""Maps names of single keys, such as `experts.load` and `_clip`, to (table, key)."""
 
 
 def setting_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The tables of settings: what several settings of one matter have in common, and how a setting is declared."""
+"""The tables, which group settings that belong together, and the functions that declare settings."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ SettingCheck: TypeAlias = Callable[[str, object], object]
 
 
 def setting(default: Any, check: SettingCheck, *, here: Callable[[Any, Any], object] | None = None) -> Any:
-    """Declare a setting as a field. Its docstring stands in `docs/settings.md`. ``here`` makes the value of "auto" from
-    the config and the `FreeResources` of a machine; without it, the run or its plan decides later."""
+    """Declare a setting as a field. `docs/settings.md` has the docstring of the field. ``here`` returns the value of
+    "auto" from the config and the `FreeResources` of a machine. Without it, the run or its plan decides later."""
     return field(default=default, metadata={"check": check, "here": here})
 
 
 def choice(of: Any) -> SettingCheck:
-    """Return the check of a setting that is one of the words of a Literal."""
+    """Return the check of a setting whose values are the words of a Literal."""
     return partial(check_choice, allowed=get_args(of))
 
 
 def check_fields(settings: Any, declared_by: type, key_of: Callable[[str], str] = str) -> None:
-    """Replace the values of settings by checked ones. ``key_of`` returns what errors call a field."""
+    """Check the values of settings, and convert them. ``key_of`` returns the name of a field in errors."""
     for own in fields(declared_by):
         object.__setattr__(settings, own.name, own.metadata["check"](key_of(own.name), getattr(settings, own.name)))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SettingTable:
-    """Settings that belong together. A config has them below one key."""
+    """Settings that belong together. In a config they are the keys of a table."""
 
     NAME: ClassVar[str]
     WORD: ClassVar[str | None] = None
-    """The key that is meant if the table is a word."""
+    """The key that a word in place of the table sets."""
 
     def __post_init__(self) -> None:
         check_fields(self, type(self), self.key_of)
 
     @classmethod
     def key_of(cls, name: str) -> str:
-        """Return the setting that sets one field."""
+        """Return the name of the setting for a field of the table."""
         return f"{cls.NAME}.{name}"
 
     def to_setting(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
-    """Convert a table, or its word, to an ``of``. Raises ConfigError."""
+    """Convert a mapping, or a word in place of it, to an ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
         case SettingTable() if isinstance(value, of):
@@ -114,32 +114,33 @@ class ExpertSettings(SettingTable):
     load: LoadExperts = setting(AUTO, choice(LoadExperts))
     """How experts are loaded to the device. "with_layer" loads all experts of a layer at once. "streamed" loads them
     one by one, so that only two experts must fit, not two layers. It sums the norm for clipping over experts in
-    float64, which is closer to the true norm than stock torch's but does not equal it to the bit. "auto" streams
-    experts if two layers and the gradients of all experts of a layer take more than half of `gpu_memory`. In an
-    existing store, the choice is already made."""
+    float64. This norm is closer to the true norm than that of stock torch, but not bitwise equal. "auto" streams
+    experts if two layers and the gradients of all experts of a layer take more than half of `gpu_memory`. A run with an
+    existing store keeps the choice of the store."""
 
     parallel: ExpertParallel = setting(AUTO, choice(ExpertParallel))
-    """Whether ranks divide the experts among themselves. "world" gives each expert to one rank, which alone reads,
-    updates and writes it; the tokens of all ranks go there. "node" does the same for the ranks of one machine. Both
-    stream experts one by one, and are refused for a model without such experts. "none" loads all experts on each rank,
-    with their layers. "auto" divides experts if several ranks stream them."""
+    """Whether ranks divide the experts among themselves. "world" gives each expert to one rank. Only this rank reads,
+    updates and writes the expert, and all ranks send their tokens for the expert to it. "node" does the same within
+    each machine. Both stream experts one by one, and are refused for a model whose experts cannot be streamed. "none"
+    loads all experts on each rank, with their layers. "auto" divides experts if several ranks stream them."""
 
     balance: int | Literal["auto"] | Literal[False] = setting(AUTO, partial(check_chunk, unit="rows"))
-    """Whether ranks of a machine compute rows for each other's experts (`experts.parallel`), so that all compute about
-    the same number. It has an effect in training with several ranks on a machine. A number is the least number of rows,
-    of one rank for one expert, that a rank other than the expert's owner computes, because the expert's weights must go
-    there as well. It changes no result. false always computes rows at their owner. "auto" is false."""
+    """Whether ranks of a machine compute rows of tokens for each other's experts (`experts.parallel`), so that all
+    ranks compute about equally many rows. Only training with several ranks on a machine uses it. The expert's weights
+    must then be sent to the other rank. So a number is the minimum of rows, of one rank for one expert, that are
+    computed on a rank that does not own the expert. It changes no result. false computes all rows on the owner. "auto"
+    is false."""
 
     lazy: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
-    by at most 5 steps. The result is the same, to the bit. The expert is not read or written before the delayed update,
-    which reads it with its moments. "auto" delays updates while at least a fifth of the experts received no tokens in
-    the last steps; with fewer, delaying saves nothing. Only for AdamW and Adam."""
+    by at most 5 steps. The result is bitwise equal. The expert and its moments are not read or written until then.
+    "auto" delays updates while at least a fifth of the experts received no tokens in the last steps, because otherwise
+    a delay saves nothing. Only AdamW and Adam support it."""
 
     cache: ExpertCachePolicy = setting(AUTO, choice(ExpertCachePolicy))
-    """Which streamed experts have a copy in host memory during generation, if `cpu_memory` has room for only some of
-    them: "auto" keeps the experts that were loaded most often; "lru" keeps those that were loaded last, which is better
-    only if the preferred experts change every few tokens; "off" always keeps the same experts. It changes no number."""
+    """Which streamed experts have a copy in host memory during generation, if only some of them fit `cpu_memory`.
+    "auto" keeps the experts that were loaded most often. "lru" keeps the experts that were loaded last, which is better
+    only if the preferred experts change every few tokens. "off" always keeps the same experts. It changes no number."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -151,10 +152,10 @@ class ChunkSettings(SettingTable):
     if they would take more than a sixteenth of `gpu_memory`."""
 
     layers: int | Literal["auto"] | Literal[False] = setting(AUTO, check_chunk)
-    """Tokens that a layer computes at a time, for sequences whose layers do not fit the device. Rows are cut from each
-    other first, and a longer row is cut within, where each chunk attends to the chunks before it. "auto" runs whole
-    layers until a batch does not fit the device; the number that the plan then chooses stays for the run, and a resumed
-    run keeps it. false always runs whole layers."""
+    """Number of tokens that a layer computes at a time, for sequences whose layers do not fit the device. A batch is
+    split between rows first. A row with more tokens is split into chunks, and each chunk attends to the chunks before
+    it. "auto" runs whole layers until a batch does not fit the device. Then the plan chooses a number, and the run and
+    resumed runs keep it. false always runs whole layers."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -162,38 +163,38 @@ class RankSettings(SettingTable):
     NAME = "ranks"
 
     collectives: Collectives = setting(ANY_EXACT_WAY, check_collectives)
-    """How ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, according to the plan.
-    "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets single parts:
-    `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads weights from all
-    nodes ("world"), from a copy in each node ("node", which may be in "ram" or on the "ssd"), or from one copy that a
-    number of ranks keep among them, a multiple of the ranks of a node; `gradients` are sent "exact", in "int8" or in
-    "int4"; `within` is the link between a node's RAM and each of its devices, where "int8" and "int4" round gradients
-    to 8 or 4 bits, and both round weights to 8. The plan chooses the parts that the table leaves out, and never chooses
-    one that rounds."""
+    """How ranks exchange weights and gradients. "exact" is the way that the plan predicts to be fastest among those
+    without rounding. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets
+    single parts. `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step. `backward` reads
+    weights from all nodes ("world"), or from a copy in each node ("node", or "ram" or "ssd" to say where). A number
+    shares one copy among this number of ranks, a multiple of the ranks of a node. `gradients` are sent "exact", in
+    "int8" or in "int4". `within` is the link between a node's RAM and each of its devices: "int8" and "int4" round
+    gradients to 8 or 4 bits there, and both round weights to 8 bits. The plan chooses the parts that the table leaves
+    out, and never chooses a part that rounds."""
 
     transport: Transport = setting(AUTO, choice(Transport))
-    """How the ranks of a machine get a block's weights to their GPUs, and gradients from them. "host" copies the whole
-    block from RAM to each GPU, and each gradient to RAM. "nccl" copies a part of the block to each GPU, and NCCL sends
-    the parts from GPU to GPU, and each gradient to one GPU, which adds them. Packed and coded weights go as they are,
-    and each GPU decodes them. It needs several GPUs in a machine that reach each other's memory, and is refused where
-    it cannot be used. It has not been run on GPUs yet, so "auto" is "host". No number depends on it."""
+    """How the ranks of a machine move weights to their GPUs and gradients from their GPUs. "host" copies the whole
+    block from RAM to each GPU, and each gradient to RAM. "nccl" copies a part of the block to each GPU. NCCL then sends
+    the parts from GPU to GPU, and sends each gradient to one GPU, which adds them. Packed and coded weights are sent
+    without decoding. "nccl" needs several GPUs in a machine that reach each other's memory, and is refused otherwise.
+    It has not been run on GPUs yet, so "auto" is "host". No number depends on it."""
 
     timeout: int | float | Literal["auto"] = setting(AUTO, check_seconds)
-    """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least
+    """Seconds to wait for a rank before it counts as lost. "auto" is ten times the slowest step so far, but at least
     120 seconds."""
 
     per_row: int = setting(1, partial(check_number, most=_MAX_RANKS_PER_ROW))
-    """Ranks of a machine that compute one row together, for rows that are too long for one device. Each has two pieces
-    of every row of a Trainer's batch, so that all have equally much attention to compute. Keys and values go through
-    the memory that the ranks share, so any length and any number of heads is possible. Ranks of one row get the same
-    batch. The loss is that of all tokens, and only the order of sums changes. 1 gives each rank rows of its own."""
+    """Number of ranks of a machine that compute one row together, for rows that are too long for one device. Each rank
+    has two pieces of every row of a Trainer's batch, so that all ranks compute equally much attention. Keys and values
+    go through the RAM that the ranks share, so any length and any number of heads is possible. Ranks that share rows
+    get the same batch. The loss counts all tokens, and only the order of sums changes. With 1, ranks share no rows."""
 
     def to_setting(self) -> dict[str, Any]:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return own | {"collectives": self.collectives.to_setting()}
 
     def timeout_s(self, slowest_step_s: float = 0.0) -> float:
-        """Return how many seconds to wait for a rank if the slowest step so far took ``slowest_step_s``."""
+        """Return the seconds to wait for a rank, if the slowest step so far took ``slowest_step_s``."""
         if self.timeout == AUTO:
             return max(LEAST_TIMEOUT_S, _SLOW_STEPS * slowest_step_s)
         return float(self.timeout)
@@ -201,8 +202,8 @@ class RankSettings(SettingTable):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Switches(SettingTable):
-    """What a run decides by itself, and what tests and studies fix: keys of a config that begin with "_", such as
-    `_clip`. They are no public settings."""
+    """Choices that a run makes by itself, and that tests and studies fix. Their keys in a config begin with "_", such
+    as `_clip`. They are not public settings."""
 
     NAME = "switches"
 
@@ -211,26 +212,26 @@ class Switches(SettingTable):
         return f"_{name}"
 
     schedule: Schedule = setting("optimized", choice(Schedule))
-    """"optimized" reads a chunk of optimizer states before it writes the previous one; "naive" reads it after that
-    write; both run during backward. "serial" updates only after backward."""
+    """"optimized" reads a chunk of optimizer states before it writes the previous chunk, and "naive" reads it after
+    that write. Both update during backward. "serial" updates only after backward."""
 
     clip: Clip = setting(AUTO, choice(Clip))
-    """How updates wait for the norm of `max_grad_norm`: "defer" updates during the next forward; "speculate" updates in
-    backward, and again if the norm clips; "auto" measures both."""
+    """How updates wait for the norm with `max_grad_norm`. "defer" updates during the next forward. "speculate" updates
+    in backward, and repeats the updates if the norm clips. "auto" measures both."""
 
     parked: float | Literal["auto"] = setting(AUTO, check_share)
-    """The share of updates in backward that wait for the next forward, which applies them before it uses their blocks;
-    "auto" is the plan's."""
+    """Fraction of the updates in backward that are postponed to the next forward, and applied before their blocks are
+    used. With "auto" the plan chooses it."""
 
     solver: Solver = setting(AUTO, choice(Solver))
-    """How the plan for `activations: auto` is found: "algorithm_1" by the sum of lanes, "migration" by their booked
-    time, as TeraIO does, with one rank. "auto" is "algorithm_1"."""
+    """How the plan for `activations: auto` is found. "algorithm_1" adds up the time of each lane. "migration" reserves
+    time on each lane, as TeraIO does, and supports one rank only. "auto" is "algorithm_1"."""
 
     resident_records: ResidentRecords = setting(AUTO, choice(ResidentRecords))
-    """Records with a copy in host memory: as many as fit `cpu_memory`, most read first, or none."""
+    """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with those read most."""
 
     io_threads: int | Literal["auto"] = setting(AUTO, partial(check_count, most=_MAX_IO_THREADS))
-    """Threads that read and write the store; "auto" is one for each CPU, at least 2 and at most 8."""
+    """Number of threads that read and write the store. "auto" is one for each CPU, at least 2 and at most 8."""
 
     io_piece_bytes: int | Literal["auto"] = setting(AUTO, check_piece_size)
     """Bytes that one system call reads or writes; "auto" is 8 MiB."""

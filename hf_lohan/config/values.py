@@ -19,7 +19,7 @@ from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
 _SECTOR_BYTES = 4096
-"""O_DIRECT moves whole sectors, so a budget or a piece has at least one sector."""
+"""O_DIRECT transfers whole sectors, so a budget or an I/O piece has at least one sector."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
 _MAX_DIGITS = 40
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """Return the number, or its text if it has a colon or too many digits. The setting's check refuses the text."""
+        """Return the number, or the text if it has a colon or too many digits. Checks of settings refuse the text."""
         if ":" in node.value or len(node.value) > _MAX_DIGITS:
             return self.construct_scalar(node)
         is_whole = node.tag == "tag:yaml.org,2002:int"
@@ -89,8 +89,8 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: s
 
 
 def parse_bytes(value: object) -> int:
-    """Return the bytes of a size: an int, or a number with a unit ("1.5GiB", "24GB") in upper or lower case. Fractions
-    of a byte are dropped. Raises ConfigError for other values, negative sizes, and "24G", which may mean GB or GiB."""
+    """Return the number of bytes of a size: an int, or a number with a unit ("1.5GiB", "24GB") in upper or lower case.
+    Fractions of a byte are dropped. Raises ConfigError for other values, and for "24G", which may mean GB or GiB."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return _at_most(value, _MAX_BYTES, "is more than any memory has")
     if isinstance(value, str) and len(value) > _MAX_DIGITS:
@@ -252,7 +252,7 @@ def check_collectives(name: str, value: object) -> Collectives:
 
 
 def check_quantize(name: str, value: object) -> Quantization:
-    """The setting in any of its spellings. Raises ConfigError."""
+    """Convert a word, a table or a `Quantization` to a `Quantization`. Raises ConfigError."""
     try:
         return Quantization.parse(value)
     except ValueError as error:
@@ -264,13 +264,13 @@ class SsdPath:
     """A directory on an SSD and its capacity. Raises ConfigError for a capacity that is not a size."""
 
     path: str
-    """Absolute path of the directory, which is created with the store."""
+    """Absolute path of the directory. It is created with the store."""
 
     capacity: int | Literal["auto"] = AUTO
-    """Maximum bytes of the store in the directory; "auto" is the free space of the file system."""
+    """Maximum size of the store in the directory, in bytes. "auto" is the free space of the file system."""
 
     names_ranks: bool = False
-    """Whether `{local_rank}` and `{node}` in the path stand for a rank's numbers. Only a setting is such a pattern."""
+    """Whether `{local_rank}` and `{node}` in the path are replaced by a rank's indices. Only in a user's setting."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(self.path))
@@ -278,7 +278,7 @@ class SsdPath:
 
 
 def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
-    """Convert `ssd`, a path or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays.
+    """Convert `ssd`, which is a path or a list of paths or tables, to a tuple of `SsdPath`. "auto" stays unchanged.
 
     ``~`` and environment variables are expanded. Raises ConfigError, also for an unset variable or an unknown user.
     """

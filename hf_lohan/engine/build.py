@@ -153,7 +153,7 @@ def build_updates(
     agreement.compare_settings(
         lambda: {
             "step": max(step_counts.values(), default=0) + 1,
-            # A loop may measure the norm, which the ranks then compare, and clip later.
+            # Ranks compare settings when the norm is measured, and a loop may clip later.
             "max_norm in the step before": step.max_norm_before,
             **groups.values_to_compare(),
         }
@@ -191,7 +191,7 @@ def _up_to_date_records(
 
 
 def _gradients_on_device(layout: OffloadLayout, tiers: Tiers) -> BufferPool | None:
-    """Return device memory in which gradients arrive that devices add. It has as many buffers as arrive on the host."""
+    """Return buffers in device memory in which devices add gradients, as many as arrival buffers on the host."""
     if tiers.transport is None:
         return None
     num_buffers, buffer_bytes = layout.plan.num_arrival_buffers, layout.plan.buffer_bytes
@@ -296,7 +296,7 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
 
 
 def build_embedding_rows(layout: OffloadLayout, tiers: Tiers, ring: SlotRing, updates: UpdateParts) -> RowLoads | None:
-    """Return what loads rows of the table of embeddings; None if the table is loaded whole. All ranks make it
+    """Return the loader of rows of the embedding table; None if the table is loaded whole. All ranks call this
     together."""
     if layout.model_blocks.table is None:
         return None
@@ -455,7 +455,7 @@ def build_streamed_experts(
     compute: ComputeExpert | None,
     forward_pass: Callable[[], ForwardPass],
 ) -> dict[nn.Module, StreamedExperts]:
-    """Return the object that replaces each module of experts. ``forward_pass`` returns the pass in progress."""
+    """Return the objects that replace modules of experts. ``forward_pass`` returns the pass in progress."""
     loader = loaders.experts
     if loader is None:
         return {}

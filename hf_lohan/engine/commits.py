@@ -29,8 +29,9 @@ class Journal:
     """JSON values by name."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     log_lines: bytes = b""
-    """Lines to append to those of earlier journals, unless `begins_log`."""
+    """Lines to append to those of earlier journals."""
     begins_log: bool = False
+    """Whether `log_lines` replace those of earlier journals."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def has_steps(store: Store) -> bool:
 class StepCommits:
     """Commits an engine's steps to its store, and restores the last commit.
 
-    Whether to commit a step is decided when the step begins, because the updates of a committed step write all records.
-    In other steps, records with a copy in RAM are not written. A commit on request after such a step writes them first.
+    The decision to commit a step is made when the step begins, because the updates of a committed step write all
+    records. In other steps, records with a copy in RAM are not written. A commit on request writes these records first.
     """
 
     def __init__(
@@ -131,17 +132,17 @@ class StepCommits:
             self._describe = describe
 
     def add_facts(self, facts: Callable[[], Mapping[str, Any]], resume: Callable[[Mapping[str, Any]], None]) -> None:
-        """Add what ``facts`` returns, JSON values by name, to each commit. ``resume`` is called with all facts of the
-        commit from which a run continues."""
+        """Add the JSON values that ``facts`` returns, by name, to each commit. ``resume`` is called with all facts of
+        the commit from which a run continues."""
         self.run_facts, self.resume_facts = facts, resume
 
     def keep_what_was_loaded(self) -> None:
         """Commit the loaded weights before the first update of the run, so that the first step can be undone. Until
         then the last commit of an earlier run stays and can be restored.
 
-        Updates wait until all ranks have this commit, and reads of other ranks wait for updates. So a rank calls this
-        before it gives others what their updates need: before a backward with updates, and before the norms are
-        agreed. A rank that reads weights afterwards is then never waited for.
+        Updates wait until all ranks have this commit, and reads of other ranks wait for updates. So a rank must call
+        this before it gives other ranks gradients or norms, which their updates need. That is before a backward with
+        updates, and before ranks agree on norms. Then no rank waits for the commit of a rank that waits for weights.
         """
         if not self._has_begun:
             self._has_begun = True

@@ -191,8 +191,8 @@ class OffloadEngine:
         self._optimizer = optimizer
 
     def rounding_seed(self) -> int | None:
-        """Return the seed with which updates round weights, which is that of rank 0's generator; None if none rounds.
-        All ranks call this together."""
+        """Return the seed with which updates round weights: the seed of rank 0's generator. Returns None if no update
+        rounds weights. All ranks call this together."""
         if not any(block.master.rounds_weights for block in self.layout.blocks):
             return None
         seeds = self.links.all_gather("the seeds of the ranks", str(torch.initial_seed()).encode())

@@ -26,7 +26,7 @@ class StepsSoFar:
     clip_rate: float
     """Fraction of the last steps that clipped."""
     is_as_planned: bool = True
-    """Whether the last step had batches of about the planned length. Only such steps are timed if lengths vary."""
+    """Whether the last step had batches of about the planned length. If lengths vary, other steps are not timed."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Number of tokens of each expert, by name of the layer, if experts stream one by one."""
 
@@ -39,11 +39,11 @@ class EngineEvents:
     """Returns whether the backward in progress is the step's last."""
     plan: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """Returns the plan to follow from now on. None means no plan, so that activations are recomputed. The layout is the
-    present division of memory. Called at the beginning of the first training forward, and of the first one with more
-    micro-batches together than before."""
+    present division of memory. Called at the beginning of the first training forward. Called again when more
+    micro-batches than before run together."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """Does as `plan` for a step whose micro-batches may run one by one or together. Called before the first forward.
-    The shape of the returned plan has the faster order."""
+    The returned plan is for the faster order, which its shape contains."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """Returns another plan to follow, or None to keep the plan. Called at the beginning of the first training forward
     after a step, where an error harms no step."""
@@ -68,9 +68,9 @@ class FollowedPlan:
         must_fit: bool = False,
         covers_all: bool = False,
     ) -> None:
-        """``longest_of_ranks`` returns, for the shape of this rank's batch, one that covers the batches of all ranks,
-        so that all ranks plan the same steps. ``covers_all``: each batch needs a plan that covers it. ``must_fit``: it
-        does, because `device_memory` has a size."""
+        """``longest_of_ranks`` takes the shape of this rank's batch. It returns a shape that covers the batches of all
+        ranks, so that all ranks plan the same steps. ``covers_all``: each batch needs a plan that covers it.
+        ``must_fit``: like ``covers_all``, because `device_memory` has a size that every step must fit."""
         self._events = events
         self.memory = planned_memory
         self._pipeline = pipeline
@@ -88,12 +88,12 @@ class FollowedPlan:
         self._planned_tokens = 0
         """Tokens of the batch for which the plan was made."""
         self._planned_length = 0
-        """Length of the rows of this batch."""
+        """Length of the rows of the batch for which the plan was made."""
         self._has_warned_of_evaluation = False
         self._step_tokens = 0
         """Tokens of the step's longest batch so far."""
         self._has_longer_batches = False
-        """Whether a batch was so much longer than the first one that it needed a plan of its own."""
+        """Whether a batch was longer than the first one and needed another plan."""
         self._step_has_ended = False
         """Whether a step has ended since the last training forward."""
 
@@ -158,7 +158,7 @@ class FollowedPlan:
         self._planned_length = shape.sequence_length
 
     def _note_length(self, shape: StepShape) -> None:
-        """Ask for another plan if a batch is much longer than the planned one, or any longer if plans cover each."""
+        """Request another plan if a batch is much longer than planned, or longer at all with ``covers_all``."""
         num_tokens = shape.batch_size * shape.sequence_length
         self._step_tokens = max(self._step_tokens, num_tokens)
         is_longer = num_tokens > (1 if self._covers_all else HEADROOM) * self._planned_tokens
@@ -171,8 +171,8 @@ class FollowedPlan:
         return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
 
     def begin_evaluation(self) -> None:
-        """Begin a forward without gradients. Called before its loads begin, because only reads that come after the
-        allocation of copies fill them."""
+        """Begin a forward without gradients. Call this before the forward loads weights. Only reads that start after
+        the copies in RAM are allocated fill these copies."""
         self.memory.allocate_copies()
 
     def see_evaluation(self, shape: StepShape | None) -> None:

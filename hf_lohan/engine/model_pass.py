@@ -1,5 +1,5 @@
-"""A pass through a model: which forwards and backwards are in progress, and how a forward uses the blocks. `OneForward`
-runs one forward at a time; `micro_batches` runs several."""
+"""Tracks a pass through a model: the forwards and backwards in progress, and the blocks that they use.
+`OneForward` runs one forward at a time; `micro_batches` runs several."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class UsedBlocks:
         self._num_since_backward = 0
 
     def unused(self, blocks: Iterable[Block], num_changes: int) -> set[Block]:
-        """Return the blocks that the present backward does not reach. It may belong to any forward of the step, unless
-        forwards and backwards took turns."""
+        """Return the blocks that the present backward does not reach. The backward may belong to any forward of the
+        step, unless forwards and backwards took turns."""
         if num_changes != self._num_changes:
             return set()
         take_turns = self._num_since_backward == 1 and len(self._of_forwards) == self._num_backwards + 1

@@ -23,7 +23,7 @@ from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords, master_pieces, read_masters, round_anew, write_masters
 
 _MOST_DECODED_NUMEL = 1 << 20
-"""Elements of packed weights that are packed or decoded at once."""
+"""Largest number of elements of packed weights that are packed or decoded at once."""
 
 
 class Sliceable(Protocol):
@@ -92,8 +92,8 @@ class ParameterAccess:
         keeps_steps_in: str | None = None,
     ) -> None:
         """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old.
-        ``packs``: packed weights are written, because a model is loaded. Without it a change of them is refused.
-        ``keeps_steps_in``: the store's folder, if writes may not change what its committed steps need."""
+        ``packs``: weights are packed as they are written. Without it a change of packed weights is refused.
+        ``keeps_steps_in``: the store's folder, if writes may not change frozen weights of its committed steps."""
         self._packs = packs
         self._keeps_steps_in = keeps_steps_in
         self._packers: dict[ParamSlice, WeightPacker] = {}
@@ -102,7 +102,7 @@ class ParameterAccess:
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
         self.parts: dict[str, list[tuple[Block, ParamSlice]]] = _Parts()
-        """The blocks and slices of a parameter's parts in order, by its name. Most parameters have one part."""
+        """The block and slice of each part of a parameter, in order, by its name. Most parameters have one part."""
         for block in blocks:
             for part in block.slices:
                 self.parts.setdefault(part.name, []).append((block, part))
@@ -111,9 +111,9 @@ class ParameterAccess:
 
     @classmethod
     def to_load(cls, store: Store, blocks: list[Block], pool: BufferPool, links: Links) -> ParameterAccess:
-        """Return an access that loads a model. Frozen weights have one version, so those of another base would destroy
-        the committed steps of an earlier run. They are refused with `ForeignStoreError` at the first difference, before
-        it is written."""
+        """Return an access that loads a model. The store has one version of frozen weights, so the frozen weights of
+        another base would destroy the committed steps of an earlier run. The first weight that differs is refused with
+        `ForeignStoreError` before it is written."""
         folder = store.paths[0].path if has_steps(store) else None
         return cls(store, blocks, pool, links, packs=True, keeps_steps_in=folder)
 
@@ -137,8 +137,7 @@ class ParameterAccess:
         return self._piece_numel * torch.float32.itemsize
 
     def write_parameter(self, name: str, source: Tensor) -> None:
-        """Store a weight of any dtype on any device. A bfloat16 store keeps its float32 values exactly, as the
-        master."""
+        """Store a weight of any dtype on any device. A bfloat16 store keeps float32 values exactly, as the master."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
@@ -178,8 +177,8 @@ class ParameterAccess:
         return all(part.packed is None or part.packed.takes_rows for _, part in self.parts[name])
 
     def _pack(self, block: Block, part: ParamSlice, first: int, values: Tensor) -> None:
-        """Pack the elements of a part from ``first`` on and store them. They come in order, and all at once if the form
-        needs them whole."""
+        """Pack the elements of a part from ``first`` on and store them. Elements must come in order, and all at once if
+        the form packs only whole weights."""
         form = part.packed
         assert form is not None
         begin, end = block.rank_ranges[self._links.ranks.rank]
@@ -203,7 +202,7 @@ class ParameterAccess:
 
     def write_packed(self, name: str, kind: str, first: int, content: Tensor) -> None:
         """Store bytes of a weight that is packed already, from byte ``first`` of its ``kind`` ("codes" or "scales") on.
-        All units of the weight follow each other."""
+        The units of the weight are contiguous."""
         before = 0
         for block, part in self.parts[name]:
             assert part.packed is not None, f"{name} is not packed"
@@ -230,7 +229,7 @@ class ParameterAccess:
 
     @contextmanager
     def _refusing_another_base(self, name: str) -> Iterator[None]:
-        """In this context a refused write of a weight says whose steps would be lost."""
+        """Within this context, the error of a refused write says whose steps would be lost."""
         try:
             yield
         except ForeignStoreError as error:
@@ -250,7 +249,7 @@ class ParameterAccess:
 
     @property
     def _most_decoded_numel(self) -> int:
-        """Elements that are packed or decoded at once."""
+        """Number of elements that are packed or decoded at once."""
         return min(self._piece_numel, _MOST_DECODED_NUMEL) // LARGEST_BLOCK * LARGEST_BLOCK
 
     def _check_unchanged(self, name: str, first: int, values: Tensor, form: PackedForm) -> None:
@@ -261,7 +260,7 @@ class ParameterAccess:
                 raise packed_weight_error(name, form)
 
     def _read_packed(self, block: Block, part: ParamSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over the decoded elements [first, last) of a packed part."""
+        """Yield (start, piece) pairs of the decoded elements [first, last) of a packed part."""
         form = part.packed
         assert form is not None
         scales = torch.empty(form.scales_bytes(part.numel), dtype=torch.uint8)
@@ -278,7 +277,7 @@ class ParameterAccess:
             first = stop
 
     def _pieces(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Yield the [start, stop) of pieces of which each fits a buffer."""
+        """Yield ranges [start, stop) of elements. Each range fits in a buffer."""
         return ranges(numel, self._piece_numel * torch.float32.itemsize // max(dtype.itemsize, torch.float32.itemsize))
 
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
@@ -301,7 +300,7 @@ class ParameterAccess:
         try:
             write_masters(self._store, block, offset, *memory, may_tear=self._may_tear, is_trained=part.trainable)
         except ForeignStoreError:
-            # A run of an older version has frozen weights that were rounded half up. They stay as they are.
+            # An older version of this library rounded frozen weights half up. These weights stay as they are.
             working.view(torch.int16).copy_((master.view(torch.int32) + 0x8000) >> 16)
             self._store.write_unaligned(block.name, "param", offset, working, bounce, may_tear=self._may_tear)
 
@@ -429,7 +428,7 @@ class ParameterAccess:
         return start, landing[: stop - start]
 
     def tie_codes(self, block: Block, first: int, last: int) -> Tensor:
-        """Return the tie codes of elements [first, last) of the residuals in this rank's store, from a run's start."""
+        """Return the tie codes of residuals [first, last) in this rank's store. ``first`` must begin a run of them."""
         return self._store.tie_codes(block.name, first, last - first)
 
     def round_anew(self, blocks: list[Block]) -> int:
@@ -444,8 +443,8 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_residuals(self, name: str, source: Residuals, *, first: int, last: int) -> None:
-        """Replace the masters of elements [first, last) of a parameter by those with other residuals. ``source``
-        returns the residuals of some elements and the positions of ties among them; it counts from ``first``."""
+        """Give the masters of elements [first, last) of a parameter other residuals. ``source`` returns the residuals
+        of some elements and the positions of ties among them. Element 0 of ``source`` is element ``first``."""
         for block, part, low, high, begin in self._own_parts(name, first, last):
             with self._buffers(3) as buffers:
                 for start, stop in ranges(high - low, self._piece_numel):
@@ -457,8 +456,8 @@ class ParameterAccess:
                     self._write_piece(block, part, low + start, master, buffers)
 
     def _own_parts(self, name: str, first: int, last: int) -> Iterator[tuple[Block, ParamSlice, int, int, int]]:
-        """Yield (block, part, low, high, begin) for this rank's elements [low, high) of blocks that belong to elements
-        [first, last) of a parameter. ``begin`` is the parameter's element at ``low``."""
+        """Yield (block, part, low, high, begin) for each block with elements [first, last) of a parameter. This rank
+        has the block's elements [low, high). ``begin`` is the parameter's element at ``low``."""
         for block, part in self.parts[name]:
             begin, end = max(first, part.first), min(last, part.last)
             if begin < end:

@@ -96,8 +96,8 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave RAM to the keys of longer rows that ranks share. Raises RuntimeError if the graph of an earlier forward
-        still has activations there."""
+        """Leave more RAM to the keys and values of shared rows that are longer than those before. Raises RuntimeError
+        if activations of an earlier forward are still in this RAM."""
         if (rows := self._tiers.row_memory) is None:
             return
         ram, staging = self._tiers.shared_ram, self._staging
@@ -108,9 +108,9 @@ class PlannedMemory:
         if is_on_ssd or (shrinks and (ram.bytes_in_use or ram.top_bytes_in_use)):
             raise RuntimeError(
                 "the rows of this forward are longer than those before, and their keys and values need "
-                f"{format_bytes(layout.shared_key_bytes)} of RAM, where activations of an earlier forward are that has "
-                "had no backward yet; call backward on the loss of that forward first, or delete the loss, or run the "
-                "longest rows first"
+                f"{format_bytes(layout.shared_key_bytes)} of RAM, which still holds activations of an earlier forward "
+                "that has had no backward yet; call backward on the loss of that forward first, or delete the loss, or "
+                "run the longest rows first"
             )
         rows.expect(layout.shared_key_bytes * rows.links.ranks.num_ranks)
         if is_longer:
@@ -140,7 +140,7 @@ class PlannedMemory:
 
     def expect_micro_batches(self, num_together: int) -> bool:
         """Expect that this many forwards run before the first backward, and return whether that is a new maximum. In
-        that case placements are chosen again, because the first step may have been the short last one of an epoch."""
+        that case placements are chosen again, because the last step of an epoch may have fewer micro-batches."""
         if num_together <= self.num_together:
             return False
         self.num_together = num_together
@@ -175,7 +175,7 @@ class PlannedMemory:
         if ram_bytes or ssd_bytes or gradient_bytes:
             self._grow_ram(wanted_bytes)
         if ssd_bytes or (ram_bytes and self._tiers.shared_ram.num_bytes < wanted_bytes):
-            # Without room there, activations would stay on the device.
+            # Activations for which neither RAM nor SSD has room would stay on the device.
             self._grow_ssd(room_bytes)
         self._activations.set_placements(placements)
         logger.info(
@@ -196,7 +196,7 @@ class PlannedMemory:
         return sum(record.num_bytes for record in self.layout.spill_records()) + num_chunks * CACHE_LINE_BYTES
 
     def _grow_ram(self, num_bytes: int) -> None:
-        """Have at least this much RAM. Memory in use cannot grow, and what does not fit it goes to the SSD."""
+        """Grow the RAM to at least this size. RAM in use cannot grow. Activations that do not fit go to the SSD."""
         ram = self._tiers.shared_ram
         if num_bytes > ram.num_bytes and not (ram.bytes_in_use or ram.top_bytes_in_use):
             ram.reallocate(num_bytes)
@@ -216,7 +216,7 @@ class PlannedMemory:
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:
-            self._leave_ssd()  # that is for shorter batches
+            self._leave_ssd()  # the record of shorter batches is too small
             self._spill_files = files = self._tiers.store.scratch([record], _SPILL_NAME)
         except CapacityError as error:
             self._do_without_ssd(f"there is no room to swap activations to the SSD: {error}")
@@ -242,7 +242,7 @@ class PlannedMemory:
                 f"{reason}, so that layers' inputs would stay on the device beyond device_memory; raise cpu_memory, "
                 "give the SSDs more room, or set device_memory to auto"
             )
-        logger.warning("%s; they are recomputed, and layers' inputs stay on the device", reason)
+        logger.warning("%s; activations are recomputed, and layers' inputs stay on the device", reason)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -326,7 +326,7 @@ class OutOfMemoryAdvice:
         if not kept:
             return ""
         lower = parts["slots"] + max(0, kept - max(missing, kept // 8))
-        return f"set gpu_memory to {lower >> 20}MiB, so that less is kept there, or "
+        return f"set gpu_memory to {lower >> 20}MiB, so that fewer activations are kept on the device, or "
 
 
 def missing_bytes(message: str) -> int:

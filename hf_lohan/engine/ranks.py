@@ -132,7 +132,7 @@ class LinkCodecs:
 
     def figures(self) -> dict[str, Any]:
         """Return the bytes that this rank has sent, by lane. Lanes with a codec also have the uncoded bytes and the
-        coding error. `waited_s`: by other rank, the seconds in which this rank waited for it. Empty for a single
+        coding error. `waited_s`: the seconds in which this rank waited for each other rank. Empty for a single
         rank."""
         if self._links.ranks.num_ranks == 1:
             return {}
@@ -151,7 +151,7 @@ class LinkCodecs:
 
 
 def check_equal_layout(layout: OffloadLayout, config: ResolvedConfig, links: Links) -> None:
-    """Raise RanksDisagreeError if a rank trains, stores or sends something else. All ranks call this together."""
+    """Raise RanksDisagreeError if models, layouts or settings differ between ranks. All ranks call this together."""
     advice = "give all ranks the same settings, and the same model with the same weights frozen"
     check_equal("the model and its layout", partial(_layout_values, layout, config), links, advice)
 
@@ -191,7 +191,7 @@ def check_equal_groups(groups: ParamGroups, links: Links) -> None:
 
 def open_device_transport(config: ResolvedConfig, device: Device, links: Links) -> DeviceLanes | None:
     """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
-    together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
+    together. Raises ValueError with the reason if the `transport` that is set cannot be used."""
     ranks = links.ranks
     if ranks.num_ranks == 1:
         check_device_transport(ranks, config)
@@ -220,8 +220,8 @@ def open_device_transport(config: ResolvedConfig, device: Device, links: Links) 
 
 
 def check_device_transport(ranks: Ranks, config: ResolvedConfig, why_no_links: str = "") -> None:
-    """Raise ValueError with the reason if the setting `transport` asks for what cannot be. ``why_no_links``: why the
-    devices cannot send to each other; "" if they can."""
+    """Raise ValueError with the reason if the `transport` that is set cannot be used. ``why_no_links``: why the devices
+    cannot send to each other; "" if they can."""
     if config.ranks.transport != "nccl":
         return
     if ranks.num_ranks == 1:
@@ -303,7 +303,7 @@ def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> Ran
 
 
 def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> PeerWeightCache | None:
-    """Open this rank's room for weights of other nodes, in RAM or on the SSD. Returns None if the layout's collectives
+    """Open this rank's cache of weights of other nodes, in RAM or on the SSD. Returns None if the layout's collectives
     keep no copy of all weights in each node. Raises CapacityError."""
     way = layout.collectives
     if way is None or way.backward == "world":
@@ -323,8 +323,8 @@ def agree_on_commits(store: Store, links: Links) -> None:
 def agreed_decision(
     agreement: StepAgreement, store: Store, interval: CommitInterval
 ) -> Callable[[CommitInterval, int, float, float], bool]:
-    """Return `decide_alone` for several ranks. The ranks decided on this step at the end of the previous step. In this
-    call each rank proposes what to do with the next step. ``interval`` decides on the first step."""
+    """Return a function like `decide_alone` for several ranks. It returns the decision that the ranks made at the end
+    of the previous step, and proposes a decision for the next step. ``interval`` decides on the first step."""
     first_is_due = store.num_homes > 1 and interval.num_steps == 1
 
     def decide(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
@@ -338,7 +338,7 @@ def agreed_decision(
 
 
 def longest_on_any_rank(links: Links, shape: StepShape | None) -> StepShape | None:
-    """Return the shape of a batch with the most rows and the longest rows of all ranks' batches. ``shape``: that of
+    """Return a shape with the largest batch size and the largest sequence length of all ranks. ``shape``: the shape of
     this rank's batch; None if it has no token ids. All ranks call this together."""
     if not links.ranks.others:
         return shape

@@ -93,12 +93,12 @@ class Tiers:
 def open_tiers(layout: OffloadLayout, config: ResolvedConfig, device: Device, links: Links | None = None) -> Tiers:
     """Allocate the memory and open or create the model's store, whose records are zeros until they are loaded. The last
     commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError, and
-    RanksDisagreeError if ranks have another model or other settings."""
+    RanksDisagreeError if models or settings differ between ranks."""
     plan, links = layout.plan, links or Links.alone()
     check_equal_layout(layout, config, links)
     codecs = LinkCodecs(config.ranks.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
-    # What may refuse comes before anything is written.
+    # Parts that may refuse the settings are opened before the first write.
     with contextlib.ExitStack() as cleanup:
         transport = open_device_transport(config, device, links)
         if transport is not None:

@@ -48,7 +48,7 @@ class WeightReads:
         rows: RowLoads | None = None,
     ) -> None:
         """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
-        ``rows`` loads rows of the blocks of which only rows come to the device."""
+        ``rows`` loads rows of tables that are not loaded whole."""
         self._rows = rows
         self.moved_gradients = parts.ring.moved_gradients
         self._parts = parts
@@ -81,7 +81,7 @@ class WeightReads:
         block, part = self._place[table]
         if self._rows is None or block.size_class is not SizeClass.ROWS:
             return None
-        if has_gradient_hook(table):  # which expects the gradient of a whole table
+        if has_gradient_hook(table):  # the hook expects the gradient of the whole table
             return None
         self._parts.lifetime.check()
         forward_pass = self._begin_read()
@@ -103,7 +103,7 @@ class WeightReads:
         return forward_pass
 
     def _prepare_to_read(self, part: ParamSlice) -> None:
-        """Return when no guess of the step in progress has changed a parameter that is read from the store."""
+        """Undo the guesses of the step in progress, because a parameter will be read from the store."""
         if self._pass.phase is PassPhase.IDLE:
             self._pass.recover()
         self._parts.step.refuse_new_weight(part)
@@ -207,8 +207,8 @@ class Gathering:
         """Make these ordinary parameters on the compute device within this context. `gpu_memory` does not count them.
 
         Changed parameters are stored at the end of the context, and bfloat16 weights become their own float32 masters.
-        An exception leaves the store unchanged. All ranks make the same changes. Raises RanksDisagreeError if they
-        differ, and RuntimeError in a forward or backward, and if the model runs in the context.
+        An exception leaves the store unchanged. All ranks must make the same changes. Raises RanksDisagreeError if
+        these differ, and RuntimeError in a forward or backward, and if the model runs in the context.
         """
         self._parts.lifetime.check()
         if self._pass.is_running:
@@ -246,8 +246,8 @@ class Gathering:
                 AbsentParameter.hide(parameter, self._parts.ring.stand_ins.placeholder(block, part))
 
     def _agree(self, how: bytes, hashes: Mapping[nn.Parameter, int]) -> None:
-        """Raise RanksDisagreeError if the context ends in another way on another rank, or with other values of the
-        gathered parameters, because each rank stores its shard of them."""
+        """Raise RanksDisagreeError if the context ends differently on another rank, or if the gathered parameters have
+        other values there. Each rank stores only its shard of the values."""
         own = [hash_.to_bytes(_HASH_BYTES, "little") for hash_ in hashes.values()]
         answers = self._links.all_gather("the end of gathered_parameters", how + b"".join(own))
         for rank in self._links.ranks.others:
@@ -261,9 +261,9 @@ class Gathering:
                 start = len(_WHOLE) + number * _HASH_BYTES
                 if answers[rank][start : start + _HASH_BYTES] != own[number]:
                     raise RanksDisagreeError(
-                        f"{self._place[parameter][1].name} has some values on {pair} at the end of "
-                        "gathered_parameters, so no change is stored; make the same change on all ranks "
-                        "(torch.distributed.broadcast copies one rank's values)"
+                        f"{self._place[parameter][1].name} differs between rank {rank} and rank "
+                        f"{self._links.ranks.rank} at the end of gathered_parameters, so no change is stored; make "
+                        "the same change on all ranks (torch.distributed.broadcast copies one rank's values)"
                     )
 
     def _hash_if_valid(self, parameter: nn.Parameter) -> int:
@@ -285,7 +285,7 @@ class Gathering:
 
     def _store(self, parameter: nn.Parameter) -> None:
         _, part = self._place[parameter]
-        if part.packed is not None:  # not by reading it again, for which all ranks would be needed
+        if part.packed is not None:  # a read to compare the values would need all ranks
             raise packed_weight_error(part.name, part.packed)
         self._access.write_parameter(part.name, parameter.data)
         self._parts.ring.end_step([block for block, _ in self._access.parts[part.name]], WeightChange.WRITE)

@@ -18,7 +18,7 @@ NEVER = 1 << 60
 
 
 class _PassOrder:
-    """The order of one kind of pass. It has the uses by place, and the places in the order of their loads."""
+    """The order of one kind of pass. A place is the index of a use. `loads` has the places in the order of loads."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         self._no_pass = _LayerPass(is_training=False, order=self._nothing)
 
     def _resume_pass(self, resumed: _LayerPass) -> None:
-        # Order all loads that the pass still needs again, because the evaluation used the slots.
+        # Order the remaining loads of the pass again, because the evaluation used the slots.
         resumed.num_loads = len(resumed.order.loads)
         resumed.again = list(range(resumed.place, len(resumed.order.uses)))
 

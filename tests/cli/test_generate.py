@@ -155,6 +155,6 @@ def test_the_bound_is_the_missing_bytes_over_the_rate_of_the_drive() -> None:
     assert figures.bound_s == 0.4
     assert "10 further tokens at 2 tokens/s (500 ms each)" in generation_summary(figures)[1]
     assert (
-        "the bound: 400 ms a token" in generation_summary(figures)[-1]
-        and "reached 80% of it" in generation_summary(figures)[-1]
+        "takes at least 400 ms a token" in generation_summary(figures)[-1]
+        and "reached 80% of this speed" in generation_summary(figures)[-1]
     )

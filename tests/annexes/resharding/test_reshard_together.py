@@ -316,7 +316,7 @@ def test_a_new_store_without_room_for_two_versions_is_named(
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     monkeypatch.setattr("hf_lohan.store.store.fits", lambda *args: False)
-    with pytest.raises(ForeignStoreError, match=r"which has no step, .* did not fit .* delete the new store"):
+    with pytest.raises(ForeignStoreError, match=r"has durability .* did not fit .* delete the new store"):
         train(tmp_path / "run", 4, resume="last_step", **path)
     monkeypatch.undo()
     gc.collect()  # closes the engine
