@@ -1,6 +1,6 @@
 """Measure the fourteen rows of `docs/benchmarks/README.md` again, and write their figures and the table.
 
-    python scripts/development/renew_benchmarks.py                # about a quarter of an hour on two quiet cores
+    python scripts/development/renew_benchmarks.py                # about 40 minutes on two quiet cores
     python scripts/development/renew_benchmarks.py --only paced   # the benchmarks whose names contain this
     python scripts/development/renew_benchmarks.py --table-only   # measure nothing; write the table
 
