@@ -126,7 +126,7 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """An `AbsentGradient` if torch would have a gradient, because callers compare it with None."""
+        """If torch would have a gradient, this is an `AbsentGradient`, because callers compare `.grad` with None."""
         with without_torch_function():
             gradient: Tensor | None = _TORCH_GRAD.__get__(self)
             provider = _provider_of(self)
@@ -178,8 +178,8 @@ def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Param
     ```
 
     Changed values are stored at the end of the context, unless an exception ends it. The context does not change
-    parameters that are not offloaded. All its parameters are in memory at once, so gather only a few at a time. Raises
-    RuntimeError while the model runs.
+    parameters that are not offloaded. All gathered parameters are in memory at once, so gather only a few at a time.
+    Raises RuntimeError while the model runs.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -31,7 +31,7 @@ class ChunkedLoss:
     """Size of a chunk's logits in float32. The computation uses a few times this memory."""
     on_repeat: Callable[[int], None] | None = None
     """Set by a trace, which runs each shape of chunk once. One chunk then represents all equal chunks. The function is
-    called with their number before that chunk, and with 1 after it."""
+    called with the number of these before the chunk runs, and with 1 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Smoothing:
     """Sum of the cross entropy over all tokens, in float32, without terms that the model adds. None before the loss."""
 
     def shifted(self, num_tokens: int) -> Tensor | None:
-        """Return the targets of all tokens, or of all but the last of each sequence, whichever has ``num_tokens``. None
-        if neither has."""
+        """Return ``num_tokens`` targets, which are for all tokens, or for all but the last of each sequence. None if
+        neither has this number."""
         if num_tokens == self.labels.numel():
             return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
         return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None

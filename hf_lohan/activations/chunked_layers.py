@@ -27,7 +27,7 @@ from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
 logger = logging.getLogger(__name__)
 
 _NUM_TRIED = 8
-"""Tokens of the trial that compares a layer in two chunks with the whole layer."""
+"""Number of tokens in the trial that compares a layer in two chunks with the whole layer."""
 
 
 class _EvenDraws(TorchDispatchMode):
@@ -60,7 +60,7 @@ class _EvenDraws(TorchDispatchMode):
 
 def _draws_for_tokens(whole: Sequence[torch.Size], parts: Sequence[torch.Size], shares: Sequence[float]) -> bool:
     """Return whether each draw is for tokens, and not for rows or layers. ``whole``: shapes of the draws for all
-    tokens. ``parts``: shapes of those for consecutive parts of the tokens. ``shares``: the fraction of each part."""
+    tokens. ``parts``: shapes of the draws for consecutive parts. ``shares``: the fraction of each part."""
 
     def is_for_tokens(of_all: torch.Size, of_part: torch.Size, share: float) -> bool:
         return len(of_all) == len(of_part) and any(

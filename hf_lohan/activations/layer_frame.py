@@ -65,7 +65,7 @@ class FrameObserver(Protocol):
         """Called when the layer's inputs are saved and its operations begin."""
 
     def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
-        """Called after an operation of the forward whose output may be stored (`anchor_name`)."""
+        """Called after an anchor operation of the forward, whose output may be stored (`anchor_name`)."""
 
     def on_recomputation(self, frame: LayerFrame, name: str) -> None:
         """Called before an anchor operation runs again. The last anchor operations of a layer run again only if a

@@ -107,7 +107,7 @@ class ActivationTiers:
         is_compiled = layer in self.compiled
         if layer is not None and is_compiled:
             function = self.compiled[layer](function)
-        elif layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
+        elif layer is not None and layer in self.run_whole:  # also in a recomputation, after chunks were chosen
             function = partial(self.run_whole[layer], function)
         name = self._layer_names.get(layer) if layer is not None else None
         if not torch.is_grad_enabled():

@@ -351,7 +351,7 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
 
 
 def is_causal_lm_loss(function: Any) -> bool:
-    """Return whether a model's loss is the one of causal language models, which takes `shift_labels`."""
+    """Return whether a model's loss is `ForCausalLMLoss`, which takes `shift_labels`."""
     return function is ForCausalLMLoss
 
 

@@ -154,7 +154,7 @@ class Device(DeviceMemory):
         """Have later work of `lane` start after `event`. On a GPU this does not block the host."""
 
     def in_this_lane(self) -> AbstractContextManager[object]:
-        """Return a context for another thread. In it, COMPUTE of that thread is the calling thread's lane COMPUTE."""
+        """Return a context for another thread, in which COMPUTE is the lane COMPUTE of the thread that calls this."""
         return contextlib.nullcontext()
 
     def enter_thread(self) -> None:

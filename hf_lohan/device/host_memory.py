@@ -85,8 +85,8 @@ _FORMER_NAMES: _Names = (
 
 
 def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
-    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
-    of the use and of cached files. A container may show its own group as the root."""
+    """Yield (folder, limit, name of the use, names of cached files) for each memory limit of this process's control
+    groups. A container may show its own group as the root."""
     try:
         lines = _OWN_CGROUPS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux

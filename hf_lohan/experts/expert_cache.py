@@ -28,7 +28,7 @@ class _Entry:
 
 class ExpertCache:
     """A `WeightSource` whose policy decides which experts have a copy in RAM. A cached expert is copied to its slot.
-    Any other expert is read, to the cache first if the policy keeps it.
+    Any other expert is read to its slot, through the cache if the policy keeps it.
 
     The policy counts loads, because an expert that stays in a slot needs no copy in RAM. One thread loads. Other
     threads may call `has` and `end_pass`.

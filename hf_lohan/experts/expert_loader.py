@@ -36,7 +36,7 @@ class ExpertLoader(LocalLoader):
         """``layers`` are the experts of each layer, in forward order. Only the loading thread uses ``source``.
         ``is_in_ram`` returns whether a block has a copy in RAM, for the figures. The computing thread calls
         ``on_pass_end``. ``own`` returns whether this process loads the block. The number of an expert is its index
-        among the experts of the layer that this process loads. There may be none."""
+        among the experts of the layer that this process loads."""
         self._on_pass_end = on_pass_end
         self._first_experts = [experts[0] for experts in layers]
         self._experts = ExpertSchedule([list(filter(own, experts)) for experts in layers])

@@ -114,7 +114,7 @@ class StreamedExperts:
     def _run(
         self, call: Call, forward: int, routed: Routing, given: tuple[Tensor, ...], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Compute ``given`` [n, ...], sorted by expert. Returns the results, [n, ...] each, or None."""
+        """Run a call with inputs ``given`` [n, ...], sorted by expert. Returns the results, [n, ...] each, or None."""
         rows = CallRows(
             kind=call,
             forward=forward,

@@ -75,7 +75,7 @@ def make_folders(path: str | Path, mode: int = 0o755) -> None:
 
 def keep_from_others() -> None:
     """Prevent other users from writing to files that this process creates, even through other libraries. A changed
-    checkpoint would change what the next run computes."""
+    checkpoint would change the results of the next run."""
     os.umask(os.umask(0o022) | 0o022)
 
 
@@ -151,7 +151,7 @@ def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
 
 
 def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) -> tuple[StorePath, ...]:
-    """Replace each ``None`` capacity by the free bytes plus the bytes that the files ``file_names`` already take."""
+    """Replace each ``None`` capacity with the free bytes plus the bytes that the files ``file_names`` already take."""
 
     def capacity_bytes(path: StorePath) -> int:
         if path.capacity_bytes is not None:
@@ -163,7 +163,7 @@ def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) ->
 
 def check_free_space(paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]) -> None:
     """Raise `CapacityError` if a file system lacks space. Paths on one file system share its space. ``needed_bytes``
-    has the bytes of each path, including those of existing files ``file_names``."""
+    has the bytes of each path, including the bytes of existing files ``file_names``."""
     by_device: dict[int, list[tuple[str, int]]] = {}
     for path, needed in zip(paths, needed_bytes, strict=True):
         device = os.stat(_nearest_existing(path.path)).st_dev

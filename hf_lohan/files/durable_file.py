@@ -20,7 +20,7 @@ _LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) -> None:
     """Write a new file, sync it, rename it to ``file``, and sync the directory. Only this user can access the file.
-    ``kept_as`` is a second name for the old file in the same folder. It exists whenever the new file exists.
+    ``kept_as`` is a second name for the old file in the same folder. This name exists whenever the new file exists.
 
     Raises `CapacityError` or `StorageError` and leaves the old file unchanged. If only the last sync failed, the new
     file is in place, and a power cut may restore the old one.

@@ -69,8 +69,8 @@ class BFloat16Moments:
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
-    """Round float32 ``values`` [numel] up or down to bfloat16, to the right value on average over the ``noise``, which
-    is int32, uniform in [0, 65536). A bfloat16 value stays as it is. Overwrites ``values``."""
+    """Round float32 ``values`` [numel] stochastically to bfloat16. ``noise`` is int32, uniform in [0, 65536). The
+    result is right on average over the noise. A bfloat16 value stays as it is. Overwrites ``values``."""
     # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
     values.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
     rounded.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))

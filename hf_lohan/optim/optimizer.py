@@ -116,9 +116,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         that has moments."""
         if moments := state_dict.get("state"):
             raise ValueError(
-                f"the optimizer state has the states of {len(moments)} parameters, and this optimizer keeps its own in "
-                "the store, so they would be lost; resume from a checkpoint of an offloaded run, or leave the states "
-                "out (`{**state_dict, 'state': {}}`) to load only the hyperparameters"
+                f"the optimizer state has the states of {len(moments)} parameters, which would be lost, because this "
+                "optimizer keeps its states in the store; resume from a checkpoint of an offloaded run, or leave the "
+                "states out (`{**state_dict, 'state': {}}`) to load only the hyperparameters"
             )
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -267,7 +267,7 @@ class OptimizerPart(OffloadOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing. False until all optimizers have stepped, so that a scheduler may step
-        before, as in torch."""
+        before that, as in torch."""
         return not self._joint.waits(self) and super().step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -29,7 +29,7 @@ from hf_lohan.wording import states_setting
 TIE_CODES = "tie_codes"
 """Name of the tie codes (int16) beside the records of a bfloat16 block's masters."""
 TIE_RUN_NUMEL = 16 * 1024
-"""Parameters that share a tie code. The store's granules are multiples of it."""
+"""Number of parameters that share a tie code. The store's granules are multiples of it."""
 NO_TIES = -0x8000
 _LOW_BITS = 16
 _NUM_TRIED_CODES = 8
@@ -139,7 +139,7 @@ def master_format(
     trained_name: str | None = "a weight",
 ) -> MasterFormat:
     """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
-    working dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have.
+    working dtype without an exact master (float16), and for a `moment_dtype` other than float32 if `rule` is not AdamW.
     ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
@@ -209,7 +209,7 @@ def close_ties_(residual: Tensor, ties: Tensor, codes: Tensor) -> None:
 
 
 def _unused_code(residuals: Any) -> int:
-    """Return an int16 that is not in the array `residuals` (int16), which has a `NO_TIES`."""
+    """Return an int16 that is not in the array `residuals` (int16), in which at least one element is `NO_TIES`."""
     for code in range(-NO_TIES - 1, -NO_TIES - 1 - _NUM_TRIED_CODES, -1):
         if not (residuals == code).any():
             return code
@@ -222,7 +222,7 @@ def widen_in_place(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     """Convert `numel` 2-byte elements in the second half of a buffer of 4 * numel bytes to float32 in the whole buffer,
     and return the float32 view [numel].
 
-    Each round converts the first half of the remaining elements, which lie after the bytes that it writes, so that no
+    Each round converts the first half of the remaining elements. These lie after the bytes that the round writes, so no
     copy is needed. There are log2(numel) rounds.
     """
     wide = buffer[: 4 * numel].view(torch.float32)

@@ -1,5 +1,5 @@
 """Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads. Noise of
-moments comes from a fixed table, by their offset in a record. Noise of weights is a hash, also of the run's seed."""
+moments comes from a fixed table, by offset in a record. Noise of weights is a hash that includes the run's seed."""
 
 from __future__ import annotations
 

@@ -72,12 +72,12 @@ def _fp4_pairs(device: torch.device) -> Tensor:
 
 
 def decode_int4(codes: Tensor) -> Tensor:
-    """Decode eight integers from -8 to 7 from each int32. They are offsets from -8, the first in the lowest bits."""
+    """Decode eight integers from -8 to 7 from each int32, stored as offsets from -8, the first in the lowest bits."""
     return _unpack_int32(codes, 4)
 
 
 def decode_int8(codes: Tensor) -> Tensor:
-    """Decode four integers from -128 to 127 from each int32. They are offsets from -128, the first in the low bits."""
+    """Decode four integers from -128 to 127 from each int32, stored as offsets from -128, the first in the low bits."""
     return _unpack_int32(codes, 8)
 
 
@@ -104,7 +104,7 @@ def scale_rows_(values: Tensor, scales: Tensor, block: tuple[int, int], first_ro
 
 
 def _by_row(by_block: Tensor, block_rows: int, first_row: int, num_rows: int) -> Tensor:
-    """Return the element of each row [num_rows, ...], from one element for each block of rows."""
+    """Expand ``by_block``, which has an element for each block of rows, to an element for each row [num_rows, ...]."""
     rows = torch.arange(first_row, first_row + num_rows, device=by_block.device) // block_rows
     return by_block.index_select(0, rows)
 
@@ -270,7 +270,7 @@ class Int8Packer:
         return before, torch.round(rows * factors.unsqueeze(1)).to(torch.int8).view(torch.uint8).flatten()
 
     def pack_scales(self) -> Tensor:
-        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements have come"
+        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements are packed"
         packed = torch.zeros(self._matrix.scales_bytes, dtype=torch.uint8)
         scales = torch.cat(self._scales).view(torch.uint8)
         packed[: scales.numel()] = scales

@@ -336,5 +336,5 @@ class Packer:
         return before // 2, codes
 
     def pack_scales(self) -> Tensor:
-        assert self.is_complete, f"{self.num_taken} of {self._numel} elements have come"
+        assert self.is_complete, f"{self.num_taken} of {self._numel} elements are packed"
         return pack_scales(torch.cat(self._scales), self._form, self._numel)

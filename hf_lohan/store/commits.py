@@ -238,7 +238,7 @@ class CommitSequence:
         self._group_id = None
 
     def count_from(self, number: int, group_id: str | None = None) -> None:
-        """Give the first commit this number, and the group of ranks ``group_id`` if it is given."""
+        """Give the first commit this number. ``group_id`` replaces the group id of the agreement."""
         assert self.last is None and number > 0, "a commit already exists"
         self._none = replace(self._none, number=number - 1)
         self._group_id = group_id

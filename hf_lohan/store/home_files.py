@@ -114,8 +114,8 @@ class HomeFiles:
 
 @contextmanager
 def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
-    """In this context, raise a full disk as `CapacityError`. The free space was checked earlier, but other programs
-    may have used it since."""
+    """Raise `CapacityError` for a full disk in this context. The free space was checked earlier, but other programs may
+    have used it since."""
     before = no_room(path, needed_bytes)
     try:
         yield

@@ -225,7 +225,7 @@ class RecordFiles:
             # Writing the same bytes again (such as reloaded frozen weights) does not tear the commit.
             tears = self.versions.tears(block, kind, granules.first, checksums)
         if tears and not may_tear:
-            raise ForeignStoreError(f"{kind} of {block} differs from the last commit, which has its only version")
+            raise ForeignStoreError(f"{kind} of {block} differs from the last commit, which is its only version")
         self._before_write(tears)
         if tears:
             self.versions.mark_torn()
@@ -362,7 +362,7 @@ class RecordFiles:
             home.sync()
 
     def wait_until_idle(self) -> None:
-        """Wait until no request is in progress. Their errors are raised only in the threads that wait for them."""
+        """Wait until no request is in progress. Errors are raised only in the threads that wait for the requests."""
         self._requests.wait_ignoring_errors()
 
     def close(self) -> None:

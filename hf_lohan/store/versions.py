@@ -1,5 +1,5 @@
-"""The version of every granule, and the tie codes of the residuals of masters. A version is a home and a checksum. All
-of them have a committed value, and a live value after the current step."""
+"""The version of every granule, and the tie codes of the residuals of masters. A version is a home and a checksum. Both
+have a committed value, and a live value after the current step."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ class Versions:
             return self._live_home.copy(), self._live_checksum.copy(), self._live_ties.copy()
 
     def commit(self, home: Homes, checksum: Checksums, ties: TieCodes | None) -> None:
-        """Make the result of `draft` the committed versions. Without ``ties`` no run has any. No write may have begun
-        after `draft`."""
+        """Make the result of `draft` the committed versions. If ``ties`` is None, no run has ties. No write may have
+        begun after `draft`."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
             self._committed_ties = np.full_like(self._live_ties, _NO_TIES) if ties is None else ties

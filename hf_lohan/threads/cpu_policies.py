@@ -65,8 +65,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return all memory that was freed, once. Call this after work of another kind than the next, such as
-    loading: what it freed lies between what it kept, and later allocations do not fit there."""
+    """Have glibc return all freed memory once. Call this after work that differs from the next work, such as loading.
+    Its freed memory lies between memory that is in use, and later allocations do not fit there."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -55,8 +55,8 @@ class RowsOfRanks:
 
 
 def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
-    """Return the bytes of memory that the ranks of one row share, for keys and values of ``numel`` elements together,
-    of ``itemsize`` bytes each."""
+    """Return the bytes of memory that the ranks of one row share. Keys and values together have ``numel`` elements of
+    ``itemsize`` bytes."""
     return _NUM_KEY_PLACES * _aligned(numel * itemsize) + num_ranks * _aligned(numel * torch.float32.itemsize)
 
 
@@ -72,8 +72,8 @@ class RowMemory:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
-        """Size of a place, and of a rank's sums. They never shrink, because a rank may still read from a place of an
-        earlier layer, which would begin elsewhere."""
+        """Size of a place, and of a rank's sums. They never shrink, because that would move the places, and a rank may
+        still read from a place of an earlier layer."""
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
@@ -102,7 +102,7 @@ class RowMemory:
         return split(start, dtype), sums
 
     def _allocate(self, num_bytes: int) -> None:
-        # The plan counts one piece of memory, so all ranks give up the smaller one first.
+        # The plan counts one allocation, so all ranks free the smaller one first.
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.links.barrier("the end of the smaller memory for keys and values")
         self._bytes = SharedRegion.create(self.links, num_bytes, "keys and values", self._device).bytes
