@@ -144,8 +144,8 @@ def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
 
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
-        f"ranks.per_row divides the loss of causal language models among ranks, but {type(model).__name__} computes its "
-        "loss in another way here; train a causal language model with Trainer, or leave ranks.per_row out"
+        f"ranks.per_row divides the loss of causal language models among ranks, but {type(model).__name__} computes "
+        "its loss in another way here; train a causal language model with Trainer, or leave ranks.per_row out"
     )
 
 
