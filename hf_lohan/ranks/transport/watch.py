@@ -152,8 +152,7 @@ class Watch:
             self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
-        """Meet the members of a new lane. Returns the store with which they connect. It is a separate client, because a
-        client that waits is locked."""
+        """Meet the members of a new lane. Returns their store, with its own client, because a waiting one is locked."""
         self._members[name] = members
         self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
         if stops_compute:
