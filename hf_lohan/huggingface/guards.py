@@ -147,7 +147,7 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class, by "
         "class MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
         "activation_offloading=True is not needed, because offload keeps, swaps or recomputes activations as planned; "
-        "leave it off, and set activations in the offload config": (getattr(args, "activation_offloading", False)),
+        "leave it off, and set activations in the offload config": getattr(args, "activation_offloading", False),
         "sync_ref_model=True changes the reference model, whose weights are frozen in a separate store; leave it off "
         "under offload": getattr(args, "sync_ref_model", False),
         "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, so that the streamed "
