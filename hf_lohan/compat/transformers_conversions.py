@@ -240,8 +240,8 @@ SourcesOfUnits = list[list[str]]
 
 
 def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesOfUnits]:
-    """Return the sources of the weights, by name, that have unchanged rows of matrices of a checkpoint. ``model`` is on
-    meta. ``names`` has the names of all tensors of the checkpoint."""
+    """Return the sources of weights, by the weight's name. Weights whose rows are not unchanged rows of matrices are
+    left out. ``model`` is on meta. ``names`` has the names of all tensors of the checkpoint."""
     found: dict[str, SourcesOfUnits] = {}
     stock_spawn = core_model_loading.spawn_materialize
     stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}

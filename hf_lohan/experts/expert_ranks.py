@@ -77,7 +77,7 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """Sum over all calls of the owned rows of the most loaded rank, for which the other ranks would wait."""
+    """Sum over all forwards of layers of the rows of the rank that owns most, for which the others would wait."""
     most_computed: int = 0
 
     def add_forward(

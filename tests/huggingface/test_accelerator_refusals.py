@@ -170,7 +170,10 @@ def test_arguments_that_are_not_done_are_refused(accelerator: Accelerator, tmp_p
     for parameter in stock.param_groups[0]["params"]:
         parameter.grad = torch.zeros_like(parameter)
     stock.step()
-    with pytest.raises(ValueError, match=r"has the states of \d+ parameters, and this optimizer keeps its own"):
+    match = (
+        r"has the states of \d+ parameters, which would be lost, because this optimizer keeps its states in the store"
+    )
+    with pytest.raises(ValueError, match=match):
         optimizer.load_state_dict(stock.state_dict())
     assert accelerator.prepare_model(model, None, True) is model
     # the dict is whole, and a saved state has each weight once

@@ -152,8 +152,7 @@ class Watch:
             self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
-        """Meet the members of a new lane. Returns the store with which they connect. It is a separate client, because a
-        client that waits is locked."""
+        """Meet the members of a new lane. Returns their store, with its own client, because a waiting one is locked."""
         self._members[name] = members
         self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
         if stops_compute:
@@ -304,8 +303,8 @@ class Watch:
                 self._raise_silent((stopped or concerned)[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
-        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
-        that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
+        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks on this path, the ranks of it
+        that wait for each other in a circle, and whether each wait in the circle is for a computation. A thread beside
         the computation may be late because it works."""
         path, lanes, needs, is_sure = [self.ranks.rank], [lane], list[int](), True
         while True:
