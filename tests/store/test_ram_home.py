@@ -47,17 +47,6 @@ def test_records_without_a_copy_are_written_at_once(tmp_path: Path) -> None:
         assert not store.ram.keeps_write("layer", "param") and store.ram.keeps_write("layer", "exp_avg")
 
 
-@pytest.mark.parametrize("num_homes", [1, 2])
-def test_dropping_drafts_restores_the_commit(num_homes: int, tmp_path: Path) -> None:
-    with open_store(tmp_path, num_homes=num_homes) as (store, _):
-        store.write(*ALL, values(WEIGHT, fill=1)).wait()
-        store.commit()
-        store.keep_new_in_ram(True)
-        store.write("layer", "param", GRANULE_NUMEL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
-        store.drop_drafts()  # possible with one home, because its file was not overwritten
-        assert is_all(store, 1) and is_all(store, 1)
-
-
 def test_borrowed_memory_is_changed_in_place(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
@@ -119,18 +108,6 @@ def test_a_failed_write_back_can_be_repeated(tmp_path: Path) -> None:
     with open_store(tmp_path, resident=()) as (store, _):
         store.drop_drafts()
         assert is_all(store, 2)
-
-
-def test_loaded_values_are_read_again(tmp_path: Path) -> None:
-    with open_store(tmp_path) as (store, _):
-        store.keep_new_in_ram(True)
-        store.write(*ALL, values(WEIGHT, fill=1)).wait()
-        bounce = mapped_empty(2 * WEIGHT.granule_bytes)
-        store.write_unaligned("layer", "param", 5, values(WEIGHT, GRANULE_NUMEL, fill=9), bounce)
-        out = values(WEIGHT)
-        for _ in range(2):  # the first read uses the drive and RAM, the second only RAM
-            store.read(*ALL, out).wait()
-            assert (out[5 : 5 + GRANULE_NUMEL] == 9).all() and (out == 1).sum() == WEIGHT.numel - GRANULE_NUMEL
 
 
 OPERATIONS = (

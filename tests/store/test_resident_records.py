@@ -175,21 +175,3 @@ def test_only_missing_parts_are_read_from_the_ssd(tmp_path: Path) -> None:
         store.read(*ALL, out).wait()
         assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
         assert engine.read_bytes > 0
-
-
-def test_unaligned_access_uses_the_copy_and_keeps_it_current(opened: tuple[Store, IoEngine]) -> None:
-    store, engine = opened
-    bounce = mapped_empty(4 * GRANULE_NUMEL)
-    store.write(*ALL, values(WEIGHT, fill=1)).wait()
-    few = torch.empty(5, dtype=torch.bfloat16)
-    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
-    assert (few == 1).all() and engine.read_bytes == 0
-    store.write_unaligned("layer", "param", GRANULE_NUMEL - 2, torch.full_like(few, 9), bounce)
-    expected = values(WEIGHT, fill=1)
-    expected[GRANULE_NUMEL - 2 : GRANULE_NUMEL + 3] = 9
-    for _ in range(2):
-        out = values(WEIGHT)
-        store.read(*ALL, out).wait()
-        assert torch.equal(out, expected)
-    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
-    assert (few == 9).all()
