@@ -439,35 +439,6 @@ def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> Non
     assert (store / "rank-0-of-1.g2" / "chunk_tokens.json").read_text() == decided
 
 
-@pytest.mark.slow
-def test_a_launch_continues_with_another_number_of_ranks(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A machine that joins a launch has not counted its attempts."""
-    straight = train(tmp_path / "straight", 4)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
-    shutil.rmtree(run)
-    train(run, 3)
-    reshard_of_launch(run, 2)
-    copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
-    assert train(run, 4) == straight
-    assert "step 3 was committed by 2 ranks, and its stores are resharded for 1 rank" in caplog.text
-
-    caplog.clear()
-    shutil.rmtree(run / STORE)
-    copy.rename(run / STORE)
-    remove_newest(run / STORE, 1, 2)
-    remove_store([str(run / STORE)])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for is_again in (False, True):
-        if is_again:  # an attempt that was killed before its first commit leaves this
-            remove_store([str(run / STORE / "rank-0-of-1.g2")])
-        shutil.rmtree(run / "checkpoint-4")  # the attempt that is lost did not come so far
-        assert train(run, 4) == straight
-        assert "The run continues from " in caplog.text and "checkpoint-2, which costs 1 step" in caplog.text
-        caplog.clear()
-
-
 def reshard_of_launch(run: Path, num_ranks: int) -> None:
     """Reshard the stores for ranks of the launch that the environment names."""
     from hf_lohan.huggingface.ranks import launch_id
