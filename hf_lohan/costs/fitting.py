@@ -71,7 +71,7 @@ def outer_working_bytes(model: ModelProfile) -> int:
 
 def tied_gradient_bytes(model: ModelProfile) -> int:
     """Return the bytes of the head's gradient if the head is tied to the embeddings, and 0 if not. A tied head's
-    gradient stays until the first layer's backward ends. That of another head leaves before the layers' backward."""
+    gradient stays until the first layer's backward ends. Without a tie, it leaves before the layers' backward."""
     layers = {layer.name for layer in model.layers}
     before = list(takewhile(lambda block: block.name not in layers, model.blocks))
     outer = [block for block in model.blocks if block.name not in layers]

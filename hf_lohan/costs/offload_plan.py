@@ -99,7 +99,7 @@ class TrainingSetup:
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
     parked_share: float | None = 0.0
-    """The share of updates in backward that wait for the next forward. None is the best."""
+    """The share of updates in backward that wait for the next forward. None stands for the best share."""
     lent_bytes: int = 0
     """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False

@@ -134,9 +134,8 @@ MomentCodec: TypeAlias = BFloat16Moments | Int8Moments
 
 `decode_` fills the moments from their records. Its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes only
 the elements in ``span`` to their records, and leaves the moments undefined there. A NaN stays a NaN. ``dtypes`` are the
-element types of the records by kind. ``params_per_element`` has the number of parameters per element for kinds with
-more than one. Records must end at a multiple of ``align_numel`` parameters. Tiles begin and end at multiples of the
-scale block.
+element types of the records by kind. ``params_per_element`` is only for kinds with more than one. Records must end at a
+multiple of ``align_numel`` parameters. Tiles begin and end at multiples of the scale block.
 """
 
 

@@ -79,7 +79,7 @@ def _middle(fits: int, does_not_fit: int) -> int:
 
 
 def _next_length(fits: int, does_not_fit: int, needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
-    """Return a length between the two, at which the step takes about ``room_bytes``."""
+    """Return a length between ``fits`` and ``does_not_fit``, at which the step takes about ``room_bytes``."""
     guess = _expected_length(needs, room_bytes)
     if guess is None:
         guess = _GROWTH * needs[-1][0] if fits else needs[-1][0] // _GROWTH
@@ -117,7 +117,7 @@ def read_lengths(path: str | Path) -> list[int]:
 _CLASS_FACTOR = 1.25
 """Batches whose lengths differ by at most this factor have one class. A run plans anew for longer batches, too."""
 _MOST_CLASSES = 24
-"""The last class also has all shorter batches."""
+"""Largest number of classes. The last one also has all shorter batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

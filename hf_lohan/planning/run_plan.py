@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS = "chunk_tokens"
 """Name of a run's chunks in the facts of a commit."""
 CHUNKS_NAME = "chunk_tokens.json"
-"""The file of a store with the tokens of a chunk that a run has decided. A run that continues from an earlier commit
-reads it."""
+"""The store's file with the number of tokens in a chunk that a run has decided. A run that continues from an earlier
+commit reads it."""
 RUN_ID = "run_id"
 """Name of the run's id in these facts. A run that continues another has the same id."""
 FUSED = "fused"
@@ -302,7 +302,7 @@ class RunPlan:
     def _with_common_chunks(
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
-        """Decide the tokens of a chunk if the plan needs chunks. All ranks take the smallest number of all."""
+        """Decide the number of tokens in a chunk if the plan needs chunks. All ranks take the smallest number."""
         if self.chunks is None or self._config.chunks.layers != "auto" or self.chunk_tokens is not None:
             return planned
         own = None if planned is None else planned.plan.chunk_tokens

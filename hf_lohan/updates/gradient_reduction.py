@@ -123,7 +123,7 @@ class GradientReduction:
             self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread waits for buffers that other ranks read."""
+        """Return a context in which the calling thread waits for buffers that other ranks read."""
         return self._exchange.waiting()
 
     def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:

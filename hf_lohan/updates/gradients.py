@@ -149,7 +149,7 @@ class ChunkGradient:
     is_zero: bool = False
     """Whether the gradient is zeros, which need no buffer and no measurement."""
     on_device: Buffer | None = None
-    """Device memory with the gradient, in `dtype`, before it is published. `buffer` is then for its mean, if any."""
+    """Device memory with the gradient, in `dtype`, before it is published. `buffer` is then for the mean, or None."""
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
@@ -210,8 +210,8 @@ class GradientNorms:
     host."""
 
     def __init__(self, slices: Iterable[ParamSlice]) -> None:
-        """``slices``: all slices in the model's order. With several ranks, each measures its part of the sums over all
-        ranks, and all exchange what they `measured`, so all have the same norms."""
+        """``slices``: all slices in the model's order. With several ranks, each rank measures its part of the sums over
+        all ranks. All ranks exchange their `measured` norms, so all have the same."""
         self._order = list(slices)
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
@@ -421,7 +421,7 @@ class HeldGradients:
     def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
         """Hold the gradient in a buffer, or in the RAM that activations leave. If both are full, spill the gradient
         that is needed last. Activations leave more RAM over time. So the first gradients go to buffers, and are spilled
-        if later ones need these."""
+        if later gradients need the buffers."""
         gradient = self._held[key]
         if isinstance(gradient.buffer, TopPlace):
             return

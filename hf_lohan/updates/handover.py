@@ -320,7 +320,7 @@ class BorrowedSlot:
 
 
 class WeightChange(enum.IntEnum):
-    """What changed a rank's weights, or may have changed them. All ranks make the same changes in the same order."""
+    """An event that may have changed a rank's weights. All ranks make the same changes in the same order."""
 
     STEP = 0
     DROP = 1

@@ -418,8 +418,8 @@ class NodeShards:
 
     @staticmethod
     def _round(part: Tensor, numel: int, coded: MeasuredCodec, *, keeps_payload: bool) -> Tensor:
-        """Return the payload of a shard. Its first ``numel`` elements are coded, and are replaced in ``part`` by the
-        decoded elements, or by the payload."""
+        """Return the payload of the shard ``part``. The first ``numel`` elements of ``part`` are coded. They are
+        replaced by the decoded elements, or by the payload."""
         packed = part[numel:].view(torch.uint8)
         code_bytes = coded.codec.message_bytes(numel)
         message = torch.empty(code_bytes + packed.numel(), dtype=torch.uint8)

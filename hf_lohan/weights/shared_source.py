@@ -131,7 +131,7 @@ class _SharedLoad:
     keeps: bool
     """Whether nodes keep the shards that they receive."""
     ordered: _Wanted | None
-    """The order of this rank's loader; None if only other ranks need the block."""
+    """The load that this rank's loader has ordered; None if only other ranks need the block."""
     is_for_all: bool
     """Whether all ranks of this node keep the block."""
     delivery: Delivery | None = None
@@ -432,7 +432,7 @@ class SharedWeights(Rounds):
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
 
     def _read_numel(self, block: Block, kind: str = PARAM) -> int:
-        """Return the number of elements of one read, or of bytes of packed weights. They are whole granules."""
+        """Return the number of elements of one read, or of bytes of packed weights. A read has whole granules."""
         numel, granule_numel = self._read_bytes, block.packed_granule_bytes
         if kind == PARAM:
             numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel

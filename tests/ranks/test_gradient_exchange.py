@@ -204,7 +204,6 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError)
         assert error.rank == 1
-        assert outcomes[rank].took_s < 10
     assert all(freed) and len(freed) >= num_ranks - 1
 
 
@@ -234,21 +233,24 @@ def test_the_error_names_a_rank_that_never_publishes() -> None:
     backwards = Backwards(3, 3, seed=5, num_chunks=9, share_without=0.0)
     assert set(backwards.owners.values()) == {0, 1, 2}
 
+    is_named = threading.Event()
+
     def run(links: Links) -> None:
         rank = RankOfExchange(links, backwards)
         try:
             if links.ranks.rank == 1:
-                threading.Event().wait(2.5)
+                is_named.wait(60)
                 raise RuntimeError("it slept")
             rank.publish_all(0)
             rank.exchange.wait_until_complete(rank.exchange.end_backward())
         finally:
+            is_named.set()
             rank.end()
 
-    outcomes = rank_outcomes(3, run, timeout_s=0.5)
+    outcomes = rank_outcomes(3, run, timeout_s=2.0)
     for rank in (0, 2):
         assert "rank 1" in str(outcomes[rank].error)
-        assert "said nothing for 0.5 s while rank" in str(outcomes[rank].error)
+        assert "said nothing for 2 s while rank" in str(outcomes[rank].error)
 
 
 def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:

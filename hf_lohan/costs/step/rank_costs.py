@@ -159,7 +159,7 @@ class RankStepCosts(StepCosts):
 
     def _add_links_between_devices(self, lanes: dict[str, Values], load: ResourceUse) -> None:
         """Add the lane of links between devices. An exchange stands in one queue with the copies of its direction. If
-        there is no other link between devices, it takes both directions of the link to RAM."""
+        there is no other link between devices, an exchange takes both directions of the link to RAM."""
         hardware = self._hardware
         gathered_s, exchanged_s = (
             num_bytes / hardware.between_gpus_bytes_per_s for num_bytes in (load.gathered_bytes, load.exchanged_bytes)

@@ -146,7 +146,7 @@ class FusedBytes:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._maker: dict[int, _Kernel] = {}
-        """The kernel that makes a storage, by storages that are not written to memory."""
+        """For each storage that is not written to memory, the kernel that makes it."""
 
     def add(self, kind: Hashable, args: Any, output: Any, *, is_in_place: bool = False, times: int = 1) -> None:
         """Count ``times`` equal calls. Operations of one kind may share a kernel. An operation of kind None has its own

@@ -87,7 +87,7 @@ class _ToldPart(NamedTuple):
 _ON_DEVICE, _OF_COLLECTOR = -1, -2
 _WITHOUT = _ToldPart(None)
 _Told = dict[int, _ToldPart]
-"""By rank."""
+"""The messages of ranks about one chunk, by rank."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class _Step:
 
 
 class GradientExchange:
-    """One rank's side of the exchange. One thread calls `publish` and `exclude`, and one `end_backward`, `abandon` and
-    `wait_until_complete`."""
+    """One rank's side of the exchange. One thread calls `publish` and `exclude`. Another thread calls `end_backward`,
+    `abandon` and `wait_until_complete`."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class GradientExchange:
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
         self._num_complete: dict[int, int] = defaultdict(int)
-        """By step, the number of this rank's complete chunks."""
+        """Number of this rank's complete chunks, by step."""
         self._open_steps: set[int] = set()
         """Steps of which this rank has published news, and that have not ended on all ranks."""
         self._error: BaseException | None = None

@@ -36,7 +36,7 @@ class CodedValues:
     @classmethod
     def in_place_of(cls, values: Tensor, codec: BlockCodec) -> CodedValues:
         """Return coded values in the memory of float32 ``values``, where codes are at the end and scales at the
-        beginning. Values that are decoded there, from the first on, overwrite no code of later values."""
+        beginning. If values are decoded there in order, they overwrite no code of later values."""
         numel, memory = values.numel(), values.view(torch.uint8)
         codes = memory[memory.numel() - codec.codes_bytes(numel) :].view(torch.int8)
         scales = memory[: codec.scales_bytes(numel)].view(codec.scale_dtype)
@@ -222,7 +222,7 @@ class DeviceSums:
         place: Tensor | None,
         gaps: Sequence[tuple[int, int]],
     ) -> NodeSum | None:
-        """Send this rank's gradients of chunks that other ranks collect, and add those of a chunk that this rank
+        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that it
         collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector. ``parts``:
         the gradients by local rank, in their order. This rank's own gradients are complete in memory of its device.
         ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the ranges of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HIGHEST_CODE = {8: 127, 4: 7}
-"""The highest code, by the bits of a code. The lowest code is its negative."""
+"""The highest code, by the number of bits. The lowest code is its negative."""
 _TILE_NUMEL = 64 * 1024
 """Size of intermediate tensors, chosen so that they stay in a core's cache."""
 

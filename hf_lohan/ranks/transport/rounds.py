@@ -36,7 +36,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 
 class Rounds(ABC):
-    """One rank's side. `lock` guards the state of the deriving class."""
+    """One rank's side of the rounds. `lock` guards the state of the subclass."""
 
     def __init__(self, links: Links, lane: RankLane, *, beside_kernels: bool) -> None:
         self._links = links

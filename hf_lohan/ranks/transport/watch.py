@@ -303,8 +303,8 @@ class Watch:
                 self._raise_silent((stopped or concerned)[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
-        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
-        that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
+        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks on this path, the ranks of it
+        that wait for each other in a circle, and whether each wait in the circle is for a computation. A thread beside
         the computation may be late because it works."""
         path, lanes, needs, is_sure = [self.ranks.rank], [lane], list[int](), True
         while True:
