@@ -63,7 +63,7 @@ class GradientReduction:
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
         """Chunks of this rank whose averaged gradients have not arrived."""
         self._lock = threading.Lock()
-        """Guards that no chunk begins to wait after its step was dropped."""
+        """Ensures that no chunk begins to wait after its step was dropped."""
 
     def start(
         self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
@@ -157,8 +157,8 @@ class GradientReduction:
             _fill_with_zeros(values)
 
     def _place_for(self, step: int, key: int) -> ChunkGradient | None:
-        """Return a gradient to be replaced by its average, whose buffer is held, too, until that is applied; None if
-        the step was dropped. Called on the thread of the exchange."""
+        """Return the gradient that the average replaces, or None if the step was dropped. Its buffer is kept until the
+        average is applied. Called on the thread of the exchange."""
         chunk = self._chunks[key]
         with self._lock:
             if not self._exchange.is_wanted(step):

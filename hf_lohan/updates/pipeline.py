@@ -153,8 +153,8 @@ class GradientPipeline:
 
     def wait_for_norms(self, max_norm: float | None = None) -> None:
         """Wait until the norms of all the step's gradients are known. With several ranks, no rank adds to the step's
-        gradients afterwards. ``max_norm``: the norm to which this rank clips them. Raises RanksDisagreeError if a rank
-        drops them, or clips or updates otherwise."""
+        gradients afterwards. ``max_norm``: the norm to which this rank clips them. Raises RanksDisagreeError if
+        another rank drops its gradients, or clips or updates differently."""
         self._thread.call(self._worker.measure_rest)
 
     def total_norm(self) -> Tensor:

@@ -82,7 +82,7 @@ class UpdateWorker:
         self._handover.forget_written()
 
     def park(self, share: float) -> None:
-        """Hold this share of the gradients for the next forward. Their updates then run as those that are deferred."""
+        """Hold this share of the gradients for the next forward. Their updates then run like deferred updates."""
         parked = spread_share([chunk.numel for chunk in self._setup.chunks], share)
         self._parked = {chunk for chunk, is_parked in zip(self._setup.chunks, parked, strict=True) if is_parked}
 

@@ -67,7 +67,7 @@ class BlockLoader:
         self._is_closed = False
         self._owner = Owner()
         self.beside: BlockLoader | None = None
-        """Loads other blocks in the same passes, such as experts. They are acquired from it."""
+        """Loads and hands out other blocks in the same passes, such as experts."""
         self.num_urgent = 0
         self._thread: threading.Thread | None = None
 

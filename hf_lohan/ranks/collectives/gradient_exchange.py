@@ -107,7 +107,7 @@ class CompleteGradient:
     slice_bits: int
     """Bit mask of the parameters that have a gradient on any rank."""
     place: MeanPlace | None
-    """What has the average; None if no rank has a gradient, or if it is unwanted."""
+    """Memory with the average; None if no rank has a gradient, or if the average is unwanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ class GradientExchange:
         self._told: set[int] = set()
         """Keys that were published or excluded in this step."""
         self._has_ended = False
-        """Whether nothing more is published in this step."""
+        """Whether this rank publishes nothing more in this step."""
         self._num_complete = 0
         """Number of this rank's complete chunks of this step."""
         self._news: list[_News] = []
@@ -255,8 +255,8 @@ class GradientExchange:
 
     def abandon(self) -> None:
         """Abandon the step. All ranks drop the chunks that some rank has not published, and get their buffers back by
-        `release`. If a rank has failed, buffers come back immediately, because no rank continues. After `end_backward`
-        other ranks do not learn it."""
+        `release`. If a rank has failed, buffers come back immediately, because no rank continues. If `end_backward` was
+        called before, only this rank drops the step."""
         with self._lock:
             self._abandoned.add(self._step)
             self._end("abandon")
@@ -264,7 +264,7 @@ class GradientExchange:
             self._release_all(list(self._published))
 
     def is_wanted(self, step: int) -> bool:
-        """Return whether this rank does not know that a step was abandoned."""
+        """Return False if this rank knows that the step was abandoned."""
         return step not in self._abandoned
 
     def begin_next(self) -> None:
