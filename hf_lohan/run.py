@@ -22,8 +22,8 @@ from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_o
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script or module that `arguments` (default: `sys.argv`) name, as if it were started directly.
 
-    Exits with status 2 and one line for a bad offload configuration and for a script that is not there. What the
-    script raises passes through.
+    Exits with status 2 and one line for a bad offload configuration and for a script that does not exist. Exceptions of
+    the script are not caught.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -63,12 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", action="store_true", help="write lohan/trace.json into the run's output folder")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     parser.add_argument("target", help="path of a Python file, or the name of a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script or module")
     return parser
 
 
 def _check_target(target: str, *, is_module: bool) -> None:
-    """Raises ValueError for a script or a top-level module that does not exist; imports nothing."""
+    """Raise ValueError if the script or the top-level module does not exist. Nothing is imported."""
     if is_module:
         top = target.partition(".")[0]
         if not top or importlib.util.find_spec(top) is None:

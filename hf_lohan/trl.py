@@ -1,6 +1,6 @@
 """TRL's trainers with `offload=`: `from hf_lohan.trl import SFTTrainer` in place of `from trl import SFTTrainer`.
 
-Importing this imports TRL. Any other trainer of TRL takes the argument from `hf_lohan.OffloadTrainerMixin`.
+Importing this imports TRL. Other trainers of TRL get the argument from the mixin `hf_lohan.OffloadTrainerMixin`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("TRL is not installed; pip install hf-lohan[trl]") from error
 
-from hf_lohan.huggingface import OffloadTrainerMixin  # under `lohan launch` TRL's own have it already
+from hf_lohan.huggingface import OffloadTrainerMixin  # under `lohan launch`, TRL's trainers already have it
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 
@@ -22,11 +22,11 @@ class SFTTrainer(OffloadTrainerMixin, trl.SFTTrainer):
 
 
 class DPOTrainer(OffloadTrainerMixin, trl.DPOTrainer):
-    """`trl.DPOTrainer` with `offload=`. A reference model lies in a store of its own, in `ref` beside the policy's."""
+    """`trl.DPOTrainer` with `offload=`. A reference model has its own store, in the folder `ref` of the policy's."""
 
 
 class KTOTrainer(OffloadTrainerMixin, trl.KTOTrainer):
-    """`trl.KTOTrainer` with `offload=`. A reference model lies in a store of its own, in `ref` beside the policy's."""
+    """`trl.KTOTrainer` with `offload=`. A reference model has its own store, in the folder `ref` of the policy's."""
 
 
 class RewardTrainer(OffloadTrainerMixin, trl.RewardTrainer):

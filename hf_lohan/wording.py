@@ -40,7 +40,7 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def drive_bytes(num_bytes: float) -> str:
-    """Format in decimal units, as sizes of drives are: "1.2 TB"."""
+    """Format in decimal units, in which drive sizes are given: "1.2 TB"."""
     return f"{_decimal(num_bytes)}B"
 
 

@@ -126,7 +126,7 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """An `AbsentGradient` if torch would have a gradient, because callers compare it with None."""
+        """If torch would have a gradient, this is an `AbsentGradient`, because callers compare `.grad` with None."""
         with without_torch_function():
             gradient: Tensor | None = _TORCH_GRAD.__get__(self)
             provider = _provider_of(self)
@@ -145,8 +145,8 @@ class AbsentParameter(nn.Parameter):
 
 
 def _gradient_edge(leaf: Any) -> Any:
-    """Return the place in graphs where an absent parameter's gradient arrives. Other values stay as they are. Raises
-    ValueError if a backward cannot be limited to some parameters."""
+    """Return the gradient edge of an absent parameter, and other values unchanged. Raises ValueError if a backward
+    cannot be limited to some parameters."""
     if not isinstance(leaf, AbsentParameter):
         return leaf
     provider = _provider_of(leaf)
@@ -157,8 +157,8 @@ def _gradient_edge(leaf: Any) -> Any:
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
-    """Return the absent parameter that ``tensor`` is, or is a view of with the same elements in the same order, as
-    `state_dict()` and `.data` return it. None for other tensors."""
+    """Return the absent parameter if ``tensor`` is one, or is a view with the same elements in the same order, such as
+    `.data` or an entry of `state_dict()`. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):
@@ -178,8 +178,8 @@ def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Param
     ```
 
     Changed values are stored at the end of the context, unless an exception ends it. The context does not change
-    parameters that are not offloaded. All its parameters are in memory at once, so gather only a few at a time. Raises
-    RuntimeError while the model runs.
+    parameters that are not offloaded. All gathered parameters are in memory at once, so gather only a few at a time.
+    Raises RuntimeError while the model runs.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -54,7 +54,7 @@ def _handle_of(stand_in: StandIn, tensor: Tensor) -> WeightHandle | ViewHandle:
 class WatchedTensor:
     """A tensor that stays on the device, and its version, because autograd does not check tensors that hooks return.
 
-    The tensor is detached. With a graph, an output that its own graph saves could be freed only by a backward.
+    The tensor is detached. Otherwise a graph that saves its own output would keep itself alive until a backward.
     """
 
     tensor: Tensor

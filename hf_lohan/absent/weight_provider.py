@@ -25,7 +25,7 @@ class MovedGradients:
         return self._has_any
 
     def expect_beside_autograd(self) -> None:
-        """Note that experts stream and train, whose parameters are in no graph."""
+        """Note that experts stream and train. Their parameters are in no graph."""
         self.are_beside_autograd = True
 
     def mark_moved(self) -> None:

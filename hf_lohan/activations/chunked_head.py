@@ -30,8 +30,8 @@ class ChunkedLoss:
     chunk_bytes: int
     """Size of a chunk's logits in float32. The computation uses a few times this memory."""
     on_repeat: Callable[[int], None] | None = None
-    """Set by a trace, which needs each shape of chunk once. One chunk then stands for all that are alike. This is
-    called with their number before that chunk, and with 1 after it."""
+    """Set by a trace, which runs each shape of chunk once. One chunk then represents all equal chunks. The function is
+    called with the number of these before the chunk runs, and with 1 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Loss:
     ignore_index: int
     label_smoothing: float
     rows: int
-    """Tokens in a chunk."""
+    """Number of tokens in a chunk."""
     on_repeat: Callable[[int], None] | None = None
 
     def starts(self, num_tokens: int) -> Iterator[int]:
@@ -77,8 +77,8 @@ class Smoothing:
     """Sum of the cross entropy over all tokens, in float32, without terms that the model adds. None before the loss."""
 
     def shifted(self, num_tokens: int) -> Tensor | None:
-        """Return the targets of all tokens, or of all but the last of each sequence, whichever has ``num_tokens``. None
-        if neither has."""
+        """Return ``num_tokens`` targets, which are for all tokens, or for all but the last of each sequence. None if
+        neither has this number."""
         if num_tokens == self.labels.numel():
             return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
         return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None
@@ -100,7 +100,7 @@ class Smoothing:
 
 
 class ChunkedHead:
-    """Replaces the forward of a model's head by one that computes logits later, without calling the head."""
+    """Replaces the forward of a model's head. The new forward computes logits later, without calling the head."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, chunked_loss: ChunkedLoss) -> None:
         self.chunked_loss = chunked_loss
@@ -112,7 +112,7 @@ class ChunkedHead:
 
     @property
     def vocabulary(self) -> int:
-        """Logits per token."""
+        """Number of logits per token."""
         return self._head.out_features
 
     def applies_to(self, num_tokens: int) -> bool:
@@ -212,7 +212,7 @@ class ChunkedHead:
         rows = max(1, self.chunked_loss.chunk_bytes // (self.vocabulary * torch.float32.itemsize))
         smoothed = self._smoothing
         if smoothed is not None:
-            # Trainer's smoother always shifts the labels, even for a model that does not.
+            # Trainer's smoother always shifts the labels, even if the model does not shift them.
             shifted = smoothed.shifted(labels.numel())
             if shifted is None or smoothed.total is not None:
                 raise smoothed.refusal()
@@ -268,7 +268,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, l
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The chunks' loss. The backward computes the logits again, and sums gradients of weight and bias in float32."""
+    """The loss of all chunks. The backward computes logits again, and sums gradients of weight and bias in float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss) -> Tensor:
@@ -322,6 +322,6 @@ def _add_product_(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
 
 
 _MANY_CHUNKS = 8
-"""A trace goes through fewer chunks one by one."""
+"""A trace runs every chunk if there are fewer than this number."""
 _COLUMNS = 1 << 14
-"""Columns of the vocabulary in one matrix product, if its factors are not float32."""
+"""Number of columns of the vocabulary in one matrix product, if its factors are not float32."""

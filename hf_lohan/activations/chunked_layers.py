@@ -1,8 +1,8 @@
 """Runs a layer on some tokens at a time (MEMO's token-wise fraction), so that only a chunk's work is on the device.
 
-Rows are cut from each other first. A row that is longer than a chunk is cut within: each chunk attends to the keys of
-the chunks before it, as in generation with a cache. The backward runs each chunk again, last chunk first. It sums the
-chunks' gradients of weights, keys and values in float32.
+A batch is split between rows first. A row that is longer than a chunk is split within the row: each chunk attends to
+the keys of the chunks before it, as in generation with a cache. The backward runs each chunk again, last chunk first.
+It sums the chunks' gradients of weights, keys and values in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
 logger = logging.getLogger(__name__)
 
 _NUM_TRIED = 8
-"""Tokens of the trial that compares a layer in two chunks with the whole layer."""
+"""Number of tokens in the trial that compares a layer in two chunks with the whole layer."""
 
 
 class _EvenDraws(TorchDispatchMode):
@@ -36,14 +36,14 @@ class _EvenDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[torch.Size] = []
-        """Shapes of what was drawn."""
+        """Shapes of the drawn tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_random(func):
             return func(*args, **kwargs)
         schema = schema_of(func)
-        if len(schema.returns) > 1:  # a kernel with dropout; attention's are marked as random even without it
+        if len(schema.returns) > 1:  # a kernel with dropout; attention kernels are tagged as random even without it
             names = [argument.name for argument in schema.arguments]
             kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
             name = "dropout_p" if "dropout_p" in names else "p"
@@ -60,7 +60,7 @@ class _EvenDraws(TorchDispatchMode):
 
 def _draws_for_tokens(whole: Sequence[torch.Size], parts: Sequence[torch.Size], shares: Sequence[float]) -> bool:
     """Return whether each draw is for tokens, and not for rows or layers. ``whole``: shapes of the draws for all
-    tokens. ``parts``: those for some tokens after each other, which are these shares of all."""
+    tokens. ``parts``: shapes of the draws for consecutive parts. ``shares``: the fraction of each part."""
 
     def is_for_tokens(of_all: torch.Size, of_part: torch.Size, share: float) -> bool:
         return len(of_all) == len(of_part) and any(
@@ -78,7 +78,7 @@ class SharedRows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of each row that this rank computes."""
+        """Number of tokens of each row that this rank computes."""
 
     def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
         """Return this rank's chunks of a batch."""
@@ -99,7 +99,7 @@ InputsOf: TypeAlias = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], 
 
 
 class ChunkedLayer:
-    """Replaces a layer's forward by one that runs in chunks if the batch has more tokens than a chunk."""
+    """Replaces a layer's forward. The new forward runs in chunks if the batch has more tokens than a chunk."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class ChunkedLayer:
         frames: ChunkFrames,
         on_cut: Callable[[], None] = lambda: None,
     ) -> None:
-        """``chunk_tokens`` returns the tokens of a chunk, or None to run whole layers. ``on_cut`` is called when the
-        layer has run in chunks."""
+        """``chunk_tokens`` returns the number of tokens in a chunk, or None to run whole layers. ``on_cut`` is called
+        when the layer has run in chunks."""
         self.layer = layer
         self.name = name
         self._chunk_tokens = chunk_tokens
@@ -124,12 +124,12 @@ class ChunkedLayer:
         """Whether the layer runs whole, for example to be traced."""
         self._before = vars(layer).get("forward")
         self.reason_on_paper: str | None = None
-        """Why the last trace found the layer whole; completes "because each ..."."""
+        """Why the layer cannot be cut, by the last trace on fake tensors. The text completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
-        """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
-        evaluation draws no random numbers."""
+        """Maps (whether rows are split, whether the layer trains) to the reason why the layer stays whole, or to None
+        if it is cut. An evaluation draws no random numbers."""
         self._reasons_on_paper: dict[tuple[Any, ...], str | None] = {}
-        """The same for traces, by the sizes that are tried, the dtype and the device."""
+        """The reasons found by traces. Keys are the tried sizes, the dtype and the device."""
 
     def attach(self) -> None:
         """Replace the layer's forward."""
@@ -151,7 +151,7 @@ class ChunkedLayer:
 
     @property
     def reasons(self) -> list[str]:
-        """Why the layer stays whole, in some case."""
+        """The reasons why the layer stays whole in some cases."""
         return [reason for reason in self._reasons.values() if reason is not None]
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class ChunkedLayer:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunk_tokens: int
     ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]] | None:
         """Return inputs, hidden states and chunks of a call on fake tensors. None if the layer would run whole, as far
-        as it shows without values."""
+        as this can be found without values."""
         self.reason_on_paper = None
         hidden, inputs = self._inputs_of(self.layer, args, kwargs)
         if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
@@ -251,8 +251,8 @@ class ChunkedLayer:
             logger.info(message, type(self.layer).__name__, self.name, reason)
 
     def _try(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, may_draw: bool, on_paper: bool) -> None:
-        """Raise NotCuttableError if the layer's outputs for some tokens differ when it runs in two chunks, if it draws
-        random numbers for something else than tokens, or if it changes its tensors. On paper there are no values to
+        """Raise NotCuttableError if the layer's outputs differ in two chunks, if it draws random numbers for something
+        other than tokens, or if it changes its tensors. ``on_paper``: with fake tensors, which have no values to
         compare."""
         num_rows, length = hidden.shape[0], min(hidden.shape[1], _NUM_TRIED)
         rows, tokens = (1, length) if within_rows else (min(2, num_rows), length)
@@ -263,7 +263,7 @@ class ChunkedLayer:
             tried = hidden.new_empty(rows, tokens, hidden.shape[2])
         else:
             generator = torch.Generator().manual_seed(0)
-            # Small hidden states, because layers normalize them and add to them.
+            # Hidden states are small, so that the residual sum rounds the layer's output less. Layers normalize them.
             tried = torch.randn(rows, tokens, hidden.shape[2], generator=generator).to(hidden) * 0.01
             kept = state_kept(self.layer, hidden.device)
 
@@ -322,10 +322,10 @@ class ChunkedLayers:
         call. In the context ``masks_pending``, a forward makes no masks of all pairs of tokens. ``norms``: norms
         outside the layers."""
         self.chunk_tokens: int | None = None
-        """Tokens of a chunk. None runs whole layers."""
+        """Number of tokens in a chunk. None runs whole layers."""
         self.masks_pending = masks_pending
         self.shared_rows: SharedRows | None = None
-        """The rows of the running forward, if other ranks have the rest of their tokens."""
+        """The rows of the running forward, if their other tokens are on other ranks."""
         self._is_attached = False
         self.of_layer = {
             layer: ChunkedLayer(layer, name, lambda: self.chunk_tokens, inputs_of, frames, self.note_cut)
@@ -343,7 +343,7 @@ class ChunkedLayers:
         return list(dict.fromkeys(found))
 
     def begin_forward(self, shared_rows: SharedRows | None = None) -> None:
-        """Begin a forward of the model on this thread, of rows that other ranks share if they are given."""
+        """Begin a forward on this thread. ``shared_rows``: its rows, if their other tokens are on other ranks."""
         self.shared_rows = shared_rows
         self._local.is_cut = False
 
@@ -361,12 +361,12 @@ class ChunkedLayers:
         return getattr(self._local, "is_cut", False)
 
     def _tokens_of_norms(self) -> int | None:
-        """Return the tokens of a norm's chunk. Norms before the layers, and after whole layers, run whole."""
+        """Return the number of tokens in a norm's chunk. Norms before the layers, and after whole layers, run whole."""
         return self.chunk_tokens if self.has_cut else None
 
     def cut(self, chunk_tokens: int | None) -> None:
-        """Run layers in chunks of this number of tokens from the next layer on. None runs whole layers. The first
-        number replaces the layers' forwards."""
+        """Run layers in chunks of this number of tokens from the next layer on. None runs whole layers. The first call
+        with a number replaces the layers' forwards."""
         self.chunk_tokens = chunk_tokens
         if chunk_tokens is not None:
             self.attach()

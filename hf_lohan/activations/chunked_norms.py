@@ -1,7 +1,7 @@
 """Runs a norm outside the layers on some tokens at a time.
 
-Norms compute in float32, so the last norm of a model holds several times the bytes of its input. A layer in chunks
-leaves less than that on the device.
+Norms compute in float32, so the last norm of a model takes several times the bytes of its input. A layer that runs in
+chunks takes less than that.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hf_lohan.compat.torch_private import own_parameters, put_parameter
 
 
 class ChunkedNorm:
-    """Replaces a norm's forward by one that runs in chunks if the batch has more tokens than a chunk."""
+    """Replaces a norm's forward. The new forward runs in chunks if the batch has more tokens than a chunk."""
 
     def __init__(self, norm: nn.Module, chunk_tokens: Callable[[], int | None]) -> None:
-        """``chunk_tokens`` returns the tokens of a chunk, or None to run the norm whole."""
+        """``chunk_tokens`` returns the number of tokens in a chunk, or None to run the norm whole."""
         self._norm = norm
         self._chunk_tokens = chunk_tokens
         self._before: Any = None
         self.on_repeat: Callable[[int], None] | None = None
-        """Set by a trace, in which one chunk stands for all that are alike. Called with their number before that chunk,
-        and with 1 after it."""
+        """Set by a trace, in which one chunk represents all equal chunks. The function is called with the number of
+        these before the chunk runs, and with 1 afterwards."""
 
     @contextlib.contextmanager
     def traced(self, chunk_tokens: Callable[[], int | None], on_repeat: Callable[[int], None]) -> Iterator[None]:
-        """Run in chunks of so many tokens within this context, in a trace."""
+        """Run in chunks of ``chunk_tokens`` within this context, for a trace."""
         before = self._chunk_tokens, self.on_repeat, vars(self._norm).get("forward")
         self._chunk_tokens, self.on_repeat = chunk_tokens, on_repeat
         self.attach()
@@ -95,10 +95,10 @@ class _NormRun:
         self.names = names
         self._chunks = chunks
         self.autocast_state: tuple[str, torch.dtype, bool] | None = None
-        """The device's type, and what the forward's autocast was."""
+        """The device type, and autocast's dtype and state in the forward."""
 
     def __iter__(self) -> Iterator[TokenRange]:
-        """Yield the chunks. A trace gets the first, for all but the last, and the last."""
+        """Yield the chunks. A trace gets the first, which represents all chunks but the last, and the last."""
         repeat, num_alike = self.norm.on_repeat, len(self._chunks) - 1
         if repeat is None or num_alike < 2:
             yield from self._chunks
@@ -110,7 +110,7 @@ class _NormRun:
 
 
 class _InChunks(torch.autograd.Function):
-    """A norm in chunks. The backward runs them again, and sums the gradients of weights in float32."""
+    """A norm in chunks. The backward runs the chunks again, and sums the gradients of weights in float32."""
 
     @staticmethod
     def forward(ctx: Any, run: _NormRun, hidden: Tensor, *parameters: Tensor) -> Tensor:

@@ -65,11 +65,11 @@ class FrameObserver(Protocol):
         """Called when the layer's inputs are saved and its operations begin."""
 
     def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
-        """Called after an anchor operation of the forward has run."""
+        """Called after an anchor operation of the forward, whose output may be stored (`anchor_name`)."""
 
     def on_recomputation(self, frame: LayerFrame, name: str) -> None:
-        """Called before an anchor operation runs again. The last ones of a layer run again only if a backward needs
-        their output."""
+        """Called before an anchor operation runs again. The last anchor operations of a layer run again only if a
+        backward needs their output."""
 
     def on_backward(self, frame: LayerFrame) -> None:
         """Called when the layer's backward begins."""

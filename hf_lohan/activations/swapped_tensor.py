@@ -107,12 +107,12 @@ class SwappedTensor:
     version: int
     """The tensor's version when it was swapped out."""
     free: Callable[[HostRead | None], None]
-    """Frees the room after a last copy from it, if any. A destructor may call it."""
+    """Frees the room. The argument is the last copy from the room, if any. A destructor may call this."""
     run_later: Callable[[Callable[[], object]], None]
     """Runs a function on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
     direct_bytes: int = 0
-    """The tensor's first bytes, which go to the SSD straight from the device."""
+    """Number of the tensor's first bytes that go to the SSD straight from the device."""
     stored: Event | None = None
     is_stored: threading.Event = field(default_factory=threading.Event)
     is_fetched: threading.Event = field(default_factory=threading.Event)

@@ -24,9 +24,9 @@ from hf_lohan.timeline import COMPUTE_WAITS
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
 _KEPT_HOLES_BYTES = 128 << 20
-"""If the device is the CPU: bytes that are swapped until glibc returns its free memory. A tensor that has left leaves a
-hole in the heap, into which no tensor of the same size fits, because glibc looks for a larger one to align. So the heap
-would grow by all that is swapped in a forward."""
+"""If the device is the CPU: number of swapped bytes after which glibc returns its free memory. A swapped tensor leaves
+a hole in the heap. No tensor of the same size fits into it, because glibc needs a larger hole to align the tensor. So
+the heap would grow by all bytes that a forward swaps."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
 """Memory in RAM or None, an offset on the SSD, and a function that frees this room."""
@@ -34,8 +34,8 @@ _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], No
 
 @dataclass(eq=False)
 class _Spill:
-    """Room on the SSD, counted in bytes, and staging buffers. Each tensor takes whole granules. With a ``hasher`` these
-    go straight from the device and back, and only a tensor's last bytes take a buffer."""
+    """Room on the SSD, counted in bytes, and staging buffers. Each tensor takes whole granules. With a ``hasher`` whole
+    granules go straight from the device and back, and only a tensor's last bytes need a buffer."""
 
     files: RecordFiles
     staging: BufferPool
@@ -44,7 +44,7 @@ class _Spill:
 
 
 class ActivationSwapper:
-    """Swaps tensors out (`swap_out`) and in (`prefetch`, then `swap_in`). Reverse order is the fastest.
+    """Swaps tensors out (`swap_out`) and in (`prefetch`, then `swap_in`). Swapping in is fastest in reverse order.
 
     The computing thread calls it; on CUDA also autograd's thread, but not both at once. Copies and I/O run in a thread
     of the swapper.
@@ -105,8 +105,8 @@ class ActivationSwapper:
         return self._ram.high_water_bytes + staging
 
     def swap_out(self, tensor: Tensor, placement: Placement) -> SwappedTensor | None:
-        """Begin to move a tensor (`is_swappable`) to RAM or SSD, or to the other one if that is full. Returns None if
-        both are full.
+        """Begin to move a tensor (`is_swappable`) to the tier ``placement``, or to the other tier if that is full.
+        Returns None if RAM and SSD are full.
 
         If the tensor is written to before `wait_until_stored`, `drain` and `swap_in` raise RuntimeError.
         """

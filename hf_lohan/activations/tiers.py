@@ -55,9 +55,9 @@ class ActivationTiers:
         self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
         self._stretches: dict[str, int] = {}
-        """By layer, the number of the stretch of successive layers that swap the same operations."""
+        """Maps a layer to the number of its stretch, which is a sequence of layers that swap the same operations."""
         self._stretch: int | None = None
-        """The stretch in backward."""
+        """The number of the stretch whose backward runs."""
         self._fetch_ahead, self._layers_leaving = FETCH_AHEAD, LAYERS_LEAVING
         self._trace: dict[str, LayerTrace] | None = None
         """The traces, or None if layers are not traced."""
@@ -65,12 +65,12 @@ class ActivationTiers:
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
         self.runs_in_chunks: dict[nn.Module, Callable[[tuple[Any, ...], Any], bool]] = {}
-        """By layer that may run in chunks, a function that returns whether a call does, from its positional arguments
-        and the function that `run_layer` gets."""
+        """Maps a layer that may run in chunks to a function that returns whether a call does. The function gets the
+        call's positional arguments and the function that `run_layer` gets."""
         self.run_whole: dict[nn.Module, Callable[..., Any]] = {}
-        """By such a layer, a function that calls a function with arguments, and has the layer run whole meanwhile."""
+        """Maps these layers to a function that calls another function while the layer runs whole."""
         self.compiled: dict[nn.Module, Callable[[Any], Any]] = {}
-        """By compiled layer, a function that returns the compiled form of the function that `run_layer` gets."""
+        """Maps a compiled layer to a function that returns the compiled form of the function that `run_layer` gets."""
 
     def watch(self) -> Mapping[str, LayerTrace]:
         """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
@@ -95,8 +95,8 @@ class ActivationTiers:
             self._stretches[name] = number
 
     def set_windows(self, *, fetch_ahead: int, layers_leaving: int) -> None:
-        """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and let those of
-        ``layers_leaving`` layers still be on the device after their forward."""
+        """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and let the
+        tensors of ``layers_leaving`` layers remain on the device after their forward."""
         self._fetch_ahead, self._layers_leaving = fetch_ahead, layers_leaving
 
     def run_layer(self, function: Any, *args: Any) -> Any:
@@ -107,7 +107,7 @@ class ActivationTiers:
         is_compiled = layer in self.compiled
         if layer is not None and is_compiled:
             function = self.compiled[layer](function)
-        elif layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
+        elif layer is not None and layer in self.run_whole:  # also in a recomputation, after chunks were chosen
             function = partial(self.run_whole[layer], function)
         name = self._layer_names.get(layer) if layer is not None else None
         if not torch.is_grad_enabled():
@@ -195,7 +195,7 @@ class ActivationTiers:
         """Fetch the tensors of the last layers, because the forward has ended."""
         for frame in self._of_this_forward()[: -self._fetch_ahead - 1 : -1]:
             self._prefetch(frame)
-        # The tensors above are on the device together with the head's, so they are not in the pass's block.
+        # The tensors above are on the device together with the head's tensors, so they are not in the pass's block.
         self._device.arena.begin_pass("backward")
         self._stretch = None
 
@@ -297,7 +297,7 @@ def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, i
 
 
 def swap_everything(sizes: Sizes, ram_bytes: int) -> dict[str, dict[str, Placement]]:
-    """Return placements that swap everything, to RAM what backward needs first, and to the SSD the other tensors."""
+    """Return placements that swap everything. Tensors that backward needs first go to RAM, others to the SSD."""
     placements: dict[str, dict[str, Placement]] = {}
     free_bytes = ram_bytes
     for name in reversed(list(sizes)):

@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """A chunk: the tokens ``start`` to ``stop`` of the rows ``first_row`` to ``last_row``, without the last ones."""
+    """A chunk: the tokens [start, stop) of the rows [first_row, last_row)."""
 
     first_row: int
     last_row: int
     start: int
     stop: int
     shift: int = 0
-    """Added to the number of a token in this rank's tensors, this gives its number in the row."""
+    """The index of a token in its row, less the index of the token in this rank's tensors."""
 
     @property
     def in_row(self) -> TokenRange:
-        """The same tokens, by their numbers in the whole row."""
+        """The same tokens, with indices in the whole row."""
         return TokenRange(self.first_row, self.last_row, self.start + self.shift, self.stop + self.shift)
 
     @property
@@ -33,7 +33,7 @@ class TokenRange:
 
 
 def cut_batch(num_rows: int, length: int, chunk_tokens: int) -> list[list[TokenRange]]:
-    """Return the chunks of a batch, by group of rows whose keys are on the device together."""
+    """Return the chunks of a batch for each group of rows. Keys of one group are on the device together."""
     if length <= chunk_tokens:
         step = chunk_tokens // length
         return [[TokenRange(row, min(row + step, num_rows), 0, length)] for row in range(0, num_rows, step)]
@@ -53,14 +53,14 @@ class RowPieces:
     """
 
     length: int
-    """Tokens of a whole row."""
+    """Number of tokens in a whole row."""
     number: int
-    """The number of this rank among those that share the row."""
+    """The index of this rank among the ranks that share the row."""
     num_ranks: int
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The first token of each of this rank's pieces, and the token after its last one."""
+        """The tokens [start, stop) of the row in each of this rank's pieces."""
         num_pieces = 2 * self.num_ranks
         pieces = (self.number, num_pieces - 1 - self.number)
         bounds = [(piece * self.length // num_pieces, (piece + 1) * self.length // num_pieces) for piece in pieces]
@@ -68,12 +68,12 @@ class RowPieces:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row that this rank computes."""
+        """Number of tokens of a row that this rank computes."""
         return sum(stop - start for start, stop in self.ranges)
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a row that one of the ranks computes."""
+        """Largest number of tokens of a row that a rank computes."""
         return max(replace(self, number=number).num_tokens for number in range(self.num_ranks))
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class RowPieces:
         return torch.cat([tensor[:, start:stop] for start, stop in self.ranges], 1)
 
     def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
-        """Return this rank's chunks of a batch, by group of rows whose keys are on the device together. The groups are
-        the same on all ranks, because the ranks wait for each other in each group. None cuts pieces no further."""
+        """Return this rank's chunks of a batch for each group of rows. Keys of one group are on the device together.
+        All ranks have the same groups, because they wait for each other in each group. With None, pieces are whole."""
         if chunk_tokens is None or num_rows * self.most_tokens <= chunk_tokens:
             return [self._chunks_of(0, num_rows, self.length)]
         return [self._chunks_of(row, row + 1, chunk_tokens) for row in range(num_rows)]
@@ -101,17 +101,17 @@ class RowPieces:
 
 @dataclass(frozen=True, eq=False)
 class CutRows:
-    """The rows of a batch that several ranks share, and what masks need to know of all their tokens."""
+    """The rows of a batch that several ranks share, with the data of all their tokens that masks need."""
 
     pieces: RowPieces
     documents: Tensor | None
-    """[rows, tokens of a row], the number of each token's document. None if each row is one document."""
+    """[rows, tokens of a row], the index of each token's document. None if each row is one document."""
     padding: Tensor | None
     """[rows, tokens of a row], false for padding. None without padding."""
 
 
 class Empty(Protocol):
-    """Allocates a contiguous tensor of a shape, with the device of another tensor, and its dtype unless one is
+    """Allocates a contiguous tensor on the device of ``like``, and with the dtype of ``like`` unless ``dtype`` is
     given."""
 
     def __call__(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
@@ -152,15 +152,15 @@ class ChunkKeys:
 
     @property
     def of_a_token(self) -> tuple[int, int]:
-        """The elements that a token has in all keys and values, and the bytes of an element. (0, 0) before the first
+        """Number of elements of a token in all keys and values, and bytes per element. (0, 0) before the first
         chunk."""
         numel = sum(tensor.shape[1] * tensor.shape[3] for tensor in self._tensors)
         return numel, max((tensor.itemsize for tensor in self._tensors), default=0)
 
     @contextlib.contextmanager
     def at(self, tokens: TokenRange, first_key: int, *, only_keys: bool = False) -> Iterator[None]:
-        """Run a chunk in this context, which sees the keys from ``first_key`` on. ``only_keys``: end its forward as
-        soon as its keys are known."""
+        """Run a chunk in this context. It sees the keys from ``first_key`` on. ``only_keys``: end its forward as soon
+        as its keys are known."""
         self._range, self._first_key, self._only_keys, self.num_updates = tokens, first_key, only_keys, 0
         self.num_earlier = tokens.start - first_key
         try:
@@ -196,7 +196,7 @@ class ChunkKeys:
                 all_tokens[:, :, tokens.start : tokens.stop] = own
 
     def _visible(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the running chunk sees, with a graph to its own ``keys`` and ``values``."""
+        """Return the keys and values that the running chunk sees, with a graph to its own ``keys`` and ``values``."""
         tokens = self._range
         assert tokens is not None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
@@ -215,8 +215,8 @@ class ChunkKeys:
         return keys, values
 
     def gradient_of(self, number: int, gradient: Tensor | None, tokens: TokenRange, first_key: int) -> Tensor | None:
-        """Return the gradient of a chunk's own keys (0) or values (1), which later chunks have added to. Adds
-        ``gradient``, of all that the chunk has seen, to the sums of earlier chunks."""
+        """Return the gradient of a chunk's own keys (0) or values (1), including the gradients from later chunks.
+        ``gradient`` covers all that the chunk has seen. Its part for earlier chunks is added to their sums."""
         if gradient is None:
             return None
         own, num_earlier = gradient[:, :, tokens.start - first_key :], tokens.start - first_key
@@ -232,7 +232,7 @@ class ChunkKeys:
 
 
 class _SeenKeys(torch.autograd.Function):
-    """Returns the keys and values that a chunk sees, with a graph to its own ones."""
+    """Returns the keys and values that a chunk sees, with a graph to its own keys and values."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, values: Tensor, cache: ChunkKeys, tokens: TokenRange, first: int) -> Any:

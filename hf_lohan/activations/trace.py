@@ -19,7 +19,7 @@ class LayerTrace:
     """Shape of the layer's first argument, which is [batch, sequence, hidden] in every causal LM."""
     input_bytes: int = 0
     num_runs: int = 1
-    """Forwards of the layer since tracing began, which are the micro-batches of a step."""
+    """Number of forwards of the layer since tracing began, which are the micro-batches of a step."""
     operations: dict[str, int] = field(default_factory=dict)
     """Bytes of the anchor operations' outputs, in the order in which they ran."""
     recomputed: set[str] = field(default_factory=set)

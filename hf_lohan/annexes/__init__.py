@@ -1,9 +1,9 @@
-"""Annexes: parts that the rest of the library, the core, does without.
+"""Annexes: optional parts. The rest of the library is the core, which works without them.
 
 Each package here is one annex, and its docstring says what it adds and what it costs. An annex may import the core. The
-core imports no annex: one file of it asks for the annex by name, and either has a default that does nothing
-(`find_annex`) or refuses what needs it (`need_annex`).
-`tests/test_house.py` checks both, and `tests/annexes/test_removed.py` removes each annex in turn.
+core does not import an annex. One file of the core finds the annex by name. Without the annex, this file either uses a
+default that does nothing (`find_annex`) or refuses settings that need the annex (`need_annex`). `tests/test_house.py`
+checks the imports, and `tests/annexes/test_removed.py` removes each annex in turn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SETTINGS: Mapping[str, Mapping[str, object]] = {
     "gpu_direct": {"gpu_direct": True},
     "studies": {"switches.solver": "migration"},
 }
-"""By annex, the values of settings that need it."""
+"""Maps each annex to the settings and values that need it."""
 
 
 def find_annex(name: str) -> Any:
-    """Return the package of an annex; None if this installation does not have it."""
+    """Return the package of an annex, or None if it is not installed."""
     package = f"{__name__}.{name}"
     try:
         return importlib.import_module(package)
@@ -41,7 +41,7 @@ def need_annex(name: str, asked: str) -> Any:
 
 
 def missing_for(settings: object) -> str | None:
-    """Return why the attributes of ``settings`` cannot be followed without an annex; None if they can."""
+    """Return why ``settings`` need an annex that is not installed, or None if they need none."""
     needed = (
         _missing(annex, f"{name.replace('switches.', '_')}: {str(value).lower()}")
         for annex, values in _SETTINGS.items()
@@ -52,7 +52,7 @@ def missing_for(settings: object) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    try:  # without importing it, because settings are light
+    try:  # find the annex without importing it, because checks of settings must be fast
         return importlib.util.find_spec(f"{__name__}.{name}") is not None
     except ModuleNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""Keeps the order of an epoch's data after a resume in the middle of the epoch."""
+"""Keeps the order of the data when a run resumes in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class EpochRandomNumbers:
         self._resumed: Path | None = None
 
     def resume(self, folder: str | Path | None) -> None:
-        """Resume from a journal's or a checkpoint's folder. A checkpoint of the stock Trainer has no file of ours."""
+        """Resume from the folder of a journal or checkpoint. A checkpoint of the stock Trainer lacks the state."""
         self._resumed = None if folder is None else Path(folder)
         files = [] if folder is None else Path(folder).glob(f"**/{self._file_name}")
         self._content = next((path.read_bytes() for path in files), b"")
 
     def begin_epoch(self, *, is_rest: bool) -> None:
-        """Save or restore the state before an epoch's order is drawn. ``is_rest``: whether the epoch was resumed."""
+        """Save or restore the state before an epoch's order is drawn. ``is_rest``: whether this resumes the epoch."""
         resumed, self._resumed = self._resumed, None
         with temporary_folder() as folder:
             path = Path(folder, self._stock_name)

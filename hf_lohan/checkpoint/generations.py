@@ -1,10 +1,10 @@
 """Chooses the stores that a run continues: the newest generation of which all ranks hold a common commit.
 
-A reshard writes new stores under the next generation, beside those that it copies, and nothing is renamed. Until its
-last rank has committed, the old generation is the newest complete one, and then the new one is. So a process that is
-killed at any instant leaves one state. Each commit of a new store says of which stores it is a copy, until the first
-step commits without that. A copy gives way to its source if that went on, and an incomplete copy is ignored only while
-its source is there. If a part of other stores is gone, an older generation does not take their place in silence.
+A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
+committed the copy, the old generation is the newest complete generation. Then the new generation is. So a process that
+is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step commits
+without these names. If the source has later steps, the source continues. An incomplete copy is ignored only while its
+source is there. If a part of other stores is gone, an older generation does not replace them silently.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from hf_lohan.wording import exact_bytes, times
 logger = logging.getLogger(__name__)
 
 RESHARDED_FROM = "cut_from"
-"""Name of a fact in the commit of a store that was resharded, as in the first version: the number of ranks before."""
+"""Name of a fact in the commit of a resharded store: the former number of ranks. The name is that of version 1."""
 RESHARDED_STORES = "cut_from_stores"
-"""Name of a fact beside it: for each old rank, the id of its store and the number of its newest commit."""
+"""Name of a fact in the same commit: for each former rank, the id of its store and the number of its newest commit."""
 
 
 def is_resumable(commit: Commit) -> bool:
-    """Return whether a run can resume from the commit, which has a journal and two versions of each record."""
+    """Return whether a run can resume from the commit, because it has a journal and two versions of each record."""
     return bool(commit.facts.get("is_resumable")) and not commit.is_torn and commit.facts.get("durability") == "step"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank tells the others about a commit of a store."""
+    """The facts about a commit of a store that a rank tells the other ranks."""
 
     group_id: str
     number: int
     step: int
     is_resumable: bool
     resharded_from: int | None
-    """The number of ranks before, if the store was resharded and has no own step yet."""
+    """The former number of ranks, if the store was resharded and has committed no step since."""
     resharded_stores: tuple[tuple[str, int], ...]
     launch_id: str | None
     last_checkpoint: str | None
     output_dir: str
     run_id: str | None
-    """The same for runs that continue one another; None in commits of older versions."""
+    """Id of the run, which a continued run keeps. None in commits of older versions."""
 
     @classmethod
     def of(cls, commit: Commit, num_ranks: int, generation: int) -> Kept:
         facts, step = commit.facts, commit.facts.get("global_step")
         resharded_from = facts.get(RESHARDED_FROM)
-        if not generation and resharded_from == num_ranks:  # an older `lohan reshard` copied the fact
+        if not generation and resharded_from == num_ranks:  # an older `lohan reshard` copied the fact from the source
             resharded_from = None
         return cls(
             commit.group_id,
@@ -85,11 +85,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class SeenStore:
-    """The store of one rank, as a rank of this run sees it."""
+    """The store of one rank, as it is found by a rank of this run."""
 
     seen_by: int
     is_own: bool
-    """Whether it is the store of the rank that sees it, in that rank's own folder."""
+    """Whether it is the store of the rank `seen_by`, in the folder of this rank."""
     generation: int
     num_ranks: int
     rank: int
@@ -98,7 +98,7 @@ class SeenStore:
     fingerprint: str = ""
     commits: tuple[Kept, ...] = ()
     damage: str = ""
-    """The error of its commits, if they cannot be read."""
+    """The error that reading its commits raised, or ""."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> SeenStore:
@@ -110,7 +110,7 @@ class SeenStore:
 
     @property
     def newest(self) -> int:
-        """The number of the newest commit; 0 without commits."""
+        """The number of the newest commit, or 0 without commits."""
         return max((commit.number for commit in self.commits), default=0)
 
 
@@ -124,7 +124,7 @@ class StoreSet:
 
     @cached_property
     def common(self) -> Kept | None:
-        """The newest commit that all ranks hold, as rank 0 keeps it; None if there is none."""
+        """The newest commit that all ranks have, from the store of rank 0. None if there is none."""
         if len(self.stores) < self.num_ranks:
             return None
         keys = set.intersection(*({kept.key for kept in store.commits} for store in self.stores.values()))
@@ -137,7 +137,7 @@ class StoreSet:
 
     @property
     def is_copy(self) -> bool:
-        """Whether these were resharded and have no step of their own."""
+        """Whether these stores are a copy by a reshard, and have committed no step since."""
         commits = self.commits if self.common is None else [self.common]
         return bool(commits) and all(kept.resharded_from is not None for kept in commits)
 
@@ -160,7 +160,7 @@ class StoreSet:
         return ""
 
     def describe(self) -> str:
-        """Return the step and the files."""
+        """Return a clause with the number of ranks, the step and the names of the files."""
         first = next(iter(self.stores.values()))
         files = files_of(shared_directory(first.directories[0]), self.num_ranks, self.generation)
         return f"those of {times(self.num_ranks, 'rank')} have step {self.newest.step} and are {files}"
@@ -168,22 +168,22 @@ class StoreSet:
 
 @dataclass(frozen=True)
 class RunStores:
-    """What a run finds on its ssd paths."""
+    """The stores that a run finds on its ssd paths."""
 
     state: Literal["nothing", "own", "reshardable", "lost"]
-    """With `own`, each rank of this run has its store. With `reshardable`, all stores are there, but for another number
-    of ranks or in other places. With `lost` a part of them is gone, so that only a checkpoint is left."""
+    """"own": each rank of this run has its store. "reshardable": all stores are there, but for another number of ranks
+    or in other places. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
     directories: Sequence[Sequence[str]] = field(repr=False)
-    """Each element is one list of the ssd paths, without a rank's folder. The first one is this rank's."""
+    """Lists of ssd paths, without a rank's folder. The first list is that of this rank."""
     generation: int = 0
-    """That of the stores of this run, which with `reshardable` and `lost` are to be made."""
+    """Generation of the stores of this run. With "reshardable" and "lost", the run must still create these stores."""
     found: StoreSet | None = field(default=None, repr=False)
-    """The stores from which the run continues, or what is left of them."""
+    """The stores from which the run continues, or the remaining part of them."""
     why_lost: str = ""
     is_of_launch: bool = False
-    """Whether an earlier attempt of this launch committed the step."""
+    """Whether an earlier attempt of this launch has committed to the found stores."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    """The folders of a found store, by a rank of this run that sees it, and the store's rank."""
+    """Maps (rank of this run, rank of a found store) to the folders at which the first sees the store of the second."""
     unneeded: tuple[SeenStore, ...] = field(default=(), repr=False)
     """Older stores and incomplete copies, which no run needs."""
 
@@ -193,13 +193,13 @@ class RunStores:
 
     @property
     def last(self) -> Kept:
-        """The last commit of the found stores."""
+        """The newest commit of the found stores."""
         assert self.found is not None
         return self.found.newest
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the found stores; 0 without any."""
+        """The number of ranks of the found stores, or 0 if none were found."""
         return 0 if self.found is None else self.found.num_ranks
 
     @property
@@ -207,12 +207,12 @@ class RunStores:
         return "" if self.found is None else next(iter(self.found.stores.values())).fingerprint
 
     def is_of_run(self, output_dir: str, default_store: str) -> bool:
-        """Return whether the run in ``output_dir`` made them. It may have been moved with the store in it."""
+        """Return whether the run in ``output_dir`` made the stores. They may have been moved together."""
         is_inside = [*map(os.path.realpath, self.directories[0])] == [os.path.realpath(default_store)]
         return self.found is None or is_inside or self.last.output_dir == os.path.realpath(output_dir)
 
     def refuse_other_ranks(self, num_ranks: int) -> None:
-        """Raise `ForeignStoreError` if the stores are those of another number of ranks."""
+        """Raise `ForeignStoreError` if the found stores are of another number of ranks."""
         if self.found is not None and self.num_ranks != num_ranks:
             raise ForeignStoreError(
                 f"{self.directories[0][0]} holds the store of a run with {times(self.num_ranks, 'rank')}, and this run "
@@ -222,8 +222,8 @@ class RunStores:
             )
 
     def may_delete(self, rank: int) -> str:
-        """Return the folders with stores that no run needs, of those that this rank is the first to see, and their
-        bytes."""
+        """Return a list of folders with stores that no run needs, with their sizes, as text. Each folder is listed by
+        one rank."""
         folders = [folder for store in self.unneeded if store.seen_by == rank for folder in store.directories]
         return " and ".join(
             f"{folder if shared_directory(folder) != folder else f'{files_of(folder, 1, 0)} in {folder}'} "
@@ -233,9 +233,10 @@ class RunStores:
 
 
 def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: str | None) -> RunStores:
-    """Return what a run finds, which is the same on all ranks. ``directories`` are all lists of ssd paths at which a
-    rank of this machine may have its store, that of this rank first. Changes nothing, and takes no lock. All ranks call
-    this together. Raises the errors of `kept_commits`, and ValueError if it is not clear which state continues."""
+    """Return the stores that a run finds. The result is the same on all ranks. ``directories`` has all lists of ssd
+    paths at which a rank of this machine may have its store, and the list of this rank is first. Changes nothing, and
+    takes no lock. All ranks call this together. Raises the errors of `kept_commits`, and ValueError if several states
+    may continue."""
     ranks = links.ranks
     seen = [asdict(store) for store in _seen_stores(directories, ranks.rank, ranks.num_ranks)]
     packed = links.all_gather("the stores that each rank sees", json.dumps([launch_id, seen]).encode())
@@ -271,14 +272,14 @@ def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: s
 
 
 def stores_of(paths_of_ranks: Sequence[Sequence[str]]) -> RunStores:
-    """Return what a run would find whose ranks have these lists of ssd paths on this machine, for a process that runs
-    alone. A single list may have the stores of all ranks. Raises the errors of `find_stores`, and ValueError if the
-    store of a rank is missing. Stores without a common commit, or without any, are returned."""
+    """Return the stores at these ssd paths of each rank, for a process that runs alone. A single list of paths may have
+    the stores of all ranks. Stores without a common commit, or without commits, are returned too. Raises the errors of
+    `find_stores`, and ValueError if the store of a rank is missing."""
     num_ranks = len(paths_of_ranks)
     every = [store for rank, paths in enumerate(paths_of_ranks) for store in _seen_stores([paths], rank, num_ranks)]
     sets = _sets_of(every, set())
     found, why_lost = _choose(sets, None, None)
-    found = found or max(sets, key=lambda one: one.generation, default=None)  # they have no commits
+    found = found or max(sets, key=lambda one: one.generation, default=None)  # stores without commits
     if found is None:
         return RunStores("nothing", paths_of_ranks)
     if missing := [rank for rank in range(found.num_ranks) if rank not in found.stores]:
@@ -292,7 +293,7 @@ def stores_of(paths_of_ranks: Sequence[Sequence[str]]) -> RunStores:
 
 
 def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: int) -> Iterator[SeenStore]:
-    """Yield the stores of which a rank of ``num_ranks`` sees a part."""
+    """Yield each store of which the rank ``seen_by`` of ``num_ranks`` sees at least a part."""
     for number, paths in enumerate(directories):
         for path in paths:
             _refuse_half_moved(path)
@@ -314,15 +315,15 @@ def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: 
 
 
 def _refuse_half_moved(path: str) -> None:
-    """Raise ValueError if an older version of this library was killed while it put new stores in the places of old
-    ones, because stores of both may be in place."""
+    """Raise ValueError if an older version of this library was killed while it replaced old stores by new stores. Then
+    the folder may have some of each."""
     notes = glob(os.path.join(escape(path), "old-store-of-*", "moving-*.json"))
     new = glob(os.path.join(escape(path), "new-store-of-*", "rank-*"))
     if notes and new:
         raise ValueError(
-            f"an older version of hf_lohan was ended while it moved the stores in {path}, which {notes[0]} says; let "
-            f"that version finish it (lohan reshard), or move the folders in {os.path.dirname(notes[0])} back to "
-            f"{path}, in place of those of the same names, and delete {os.path.dirname(new[0])}"
+            f"an older version of hf_lohan was ended while it moved the stores in {path} (see {notes[0]}); run lohan "
+            f"reshard of that version again to finish, or move the folders in {os.path.dirname(notes[0])} back to "
+            f"{path}, where they replace folders of the same names, and delete {os.path.dirname(new[0])}"
         )
 
 
@@ -335,7 +336,7 @@ def _sets_of(every: Iterable[SeenStore], launches: Set[str | None]) -> list[Stor
 
 
 def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> SeenStore:
-    """Return the store that counts of two that are seen in a folder of the same name, perhaps on two machines."""
+    """Two folders of the same name were found, perhaps on two machines. Return the store that belongs to the run."""
     if first.is_own != second.is_own:
         return first if first.is_own else second
     if first.store_id == second.store_id or not second.commits:
@@ -352,8 +353,8 @@ def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> See
 
 
 def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -> tuple[StoreSet | None, str]:
-    """Return the stores that continue, or those of which a part is gone and why no step of them can be resumed. This is
-    for ``rank`` of ``num_ranks``; None for a process that runs alone."""
+    """Return the stores that continue and "". If a part of them is gone, return the rest and the reason why no step can
+    be resumed. The caller is ``rank`` of ``num_ranks``; both are None for a process that runs alone."""
     unsure: StoreSet | None = None
     for generation in sorted({one.generation for one in sets}, reverse=True):
         here = [one for one in sets if one.generation == generation]
@@ -366,8 +367,8 @@ def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -
             counts = " and ".join(str(one.num_ranks) for one in chosen)
             raise ValueError(
                 f"{shared_directory(chosen[0].folders()[0][0])} holds stores of runs with {counts} ranks, and only one "
-                f"of these runs can continue: {'; '.join(one.describe() for one in chosen)}. Move those that this run "
-                "does not continue to another place, on each ssd path"
+                f"of these runs can continue: {'; '.join(one.describe() for one in chosen)}. On each ssd path, move "
+                "the stores that this run does not continue to another place"
             )
         if chosen:
             for one in (one for one in here if one is not chosen[0] and rank in (None, 0)):
@@ -379,7 +380,7 @@ def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -
         if lost := [one for one in broken if one.newest.is_resumable]:
             last = max(lost, key=lambda one: one.newest.step)
             return last, last.why_incomplete()
-        # These may have no step yet. An older generation does not take their place, but a new run may.
+        # Broken stores may have no step yet. An older generation does not replace them, but a new run may.
         unsure = next(iter([*filter(None, [unsure]), *broken]), None)
     return (None, "") if unsure is None or unsure.num_ranks == num_ranks else (unsure, unsure.why_incomplete())
 
@@ -392,24 +393,24 @@ def _raise_damage(sets: Sequence[StoreSet], rank: int | None) -> None:
 
 
 def _source_of(copy: StoreSet, sets: Sequence[StoreSet]) -> StoreSet | None:
-    """Return the stores of which these are copies, or what is left of them."""
+    """Return the stores from which ``copy`` was made, or the remaining part of them."""
     kept = copy.newest
     ids = {store_id for store_id, _ in kept.resharded_stores}
     if ids:
         found = (one for one in sets if not ids.isdisjoint(store.store_id for store in one.stores.values()))
-    else:  # the first version did not name them
+    else:  # version 1 did not name the source stores
         found = (one for one in sets if (one.generation, one.num_ranks) == (0, kept.resharded_from))
     return next(found, None)
 
 
 def _is_backed(copy: StoreSet, sets: Sequence[StoreSet]) -> bool:
-    """Whether the step that was copied, or a later one, is still there."""
+    """Whether the source of the copy still has the copied step or a later step."""
     source = _source_of(copy, sets)
     return source is not None and source.common is not None and source.common.number >= copy.newest.number
 
 
 def _is_superseded(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
-    """Whether a complete copy gives way to its source, which went on or, other than the copy, has a whole step."""
+    """Whether the source of a copy continues instead: it has later steps, or only the source is resumable."""
     source, kept = (_source_of(one, sets) if one.is_copy else None), one.newest
     if source is None:
         return False
@@ -420,23 +421,23 @@ def _is_superseded(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
 
 
 def _is_worthless(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
-    """Whether these have no state, or are an incomplete copy of what is there."""
+    """Whether these stores have no commits, or are an incomplete copy of stores that are still there."""
     if any(store.damage for store in one.stores.values()):
         return False
     return not one.commits or (one.common is None and one.is_copy and _is_backed(one, sets))
 
 
 def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bool:
-    """Whether no run needs these, because ``found`` continues. Stores with a later step are not among them, and neither
-    is what is left of stores with steps of their own, because the rest may come back."""
+    """Whether no run needs these stores, because ``found`` continues. Stores with a later step are still needed. So are
+    incomplete stores with steps of their own, because the missing part may come back."""
     is_older = one.generation <= found.generation and (one.common is not None or one.is_copy)
     is_older = is_older and one.newest.step <= found.newest.step
     return is_older or _is_worthless(one, sets) or (one.common is not None and _is_superseded(one, sets))
 
 
 def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
-    """Return each store's commit of the newest step that all stores have. Raises RanksDisagreeError if no step is
-    common, and ValueError for a store without commits."""
+    """Return the newest commit that all stores have, once from each store. Raises RanksDisagreeError if there is no
+    common commit, and ValueError for a store without commits."""
     commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
     for store, commits in zip(stores, commits_by_rank, strict=True):
         if not commits:
@@ -446,15 +447,15 @@ def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
 
 
 def refuse_steps(folders: Sequence[str]) -> None:
-    """Raise `StorageError` if the store of a new generation has more than a copy, which another process has made
-    there."""
+    """Raise `StorageError` if another process has committed a step in a new generation, which should only have a
+    copy."""
     if any(RESHARDED_FROM not in commit.facts for commit in kept_commits(folders)):
         raise StorageError("another process has committed a step in", path=folders[0], advice="start again")
 
 
 def resharding_for(asked: str) -> Any:
-    """Return the annex that copies a step to stores of another number of ranks. Raises ValueError without it.
-    ``asked``: what needs it."""
+    """Return the annex that copies a step to stores of another number of ranks. Raises ValueError if it is missing.
+    ``asked`` is the feature that needs it, for the message."""
     return need_annex("resharding", asked)
 
 

@@ -1,4 +1,4 @@
-"""Files that describe a store's model, from which a Hugging Face model can be made. A commit names them."""
+"""Files that describe the model of a store, so that it can be exported. A commit names these files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MODEL_FORMAT_VERSION = 1
 
 
 def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> dict[str, bytes]:
-    """Return the content of each file by name: class, configs, adapters, persistent buffers and tokenizer. Raises
-    `DiskFullError` if they do not fit a temporary folder."""
+    """Return a dict from file name to content: class, configs, adapters, persistent buffers and tokenizer. Raises
+    `DiskFullError` if the files do not fit a temporary folder."""
     with temporary_folder() as name:
         folder = Path(name)
         _write_description(model, engine, folder, _persistent_buffers(model))
@@ -35,8 +35,8 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
-    """Write a model's persistent buffers, which are not in the store, if it has any."""
-    # Not those of `_persistent_buffers`, because a commit needs them after every step.
+    """Write the model's persistent buffers, which are not in the store. Write no file if there are none."""
+    # `_persistent_buffers` is not used, because a commit needs the values after every step.
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model).items()}
     if buffers:
         save_file(buffers, Path(folder) / BUFFERS_NAME)

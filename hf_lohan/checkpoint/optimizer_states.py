@@ -1,4 +1,4 @@
-"""Optimizer states in a checkpoint, by parameter name, independent of budgets, paths and pools.
+"""Saves and loads optimizer states by parameter name. They do not depend on budgets, paths and pools.
 
 `<checkpoint>/lohan/` has one safetensors file for each block and rank, with a flat tensor for each record kind. An
 index names each parameter's file, and the offset of its elements in the tensors of that file.
@@ -36,14 +36,13 @@ FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
 _FORMAT_VERSION = 3
 _WITHOUT_TIES = 2
-"""The format of states without tie codes. Older versions wrote it for bfloat16 weights too, which they rounded half
-up."""
+"""Format version without tie codes. Older versions wrote it for bfloat16 weights too, and rounded half up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedPart:
-    """The states of a parameter's elements [first, last), which are elements [start, stop) of each tensor in `file`.
-    Tensors of kinds with fewer elements have the corresponding range (`MasterFormat.elements`)."""
+    """The states of a parameter's elements [first, last). They are elements [start, stop) of each tensor in `file`. If
+    a kind has fewer elements than the parameter, `MasterFormat.elements` converts the range."""
 
     file: str
     start: int
@@ -51,7 +50,7 @@ class _SavedPart:
     num_updates: int
     first: int = 0
     last: int | None = None
-    """None for the parameter's end."""
+    """None is the end of the parameter."""
 
     @property
     def numel(self) -> int:
@@ -73,10 +72,10 @@ class _Index(NamedTuple):
     folder: Path
     working_dtype: str
     other_dtypes: dict[str, str]
-    """Dtypes of parameters that do not have `working_dtype`, by name."""
+    """Maps names of parameters to their dtypes, if these differ from `working_dtype`."""
     optimizer_state_dtype: str
     optimizers: dict[str, str]
-    """Update rules of parameters that AdamW does not update, by name."""
+    """Maps names of parameters to their update rules, if AdamW does not update them."""
     parameters: dict[str, list[_SavedPart]]
     """Parts of each parameter, in order."""
 
@@ -92,8 +91,8 @@ class _Index(NamedTuple):
 
 
 def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Write moments, master residuals and step counts to `<checkpoint>/lohan/`. Clones records if the file system can
-    share blocks between files. All ranks call this. Each writes its shards, and rank 0 writes the index.
+    """Write moments, master residuals and step counts to `<checkpoint>/lohan/`. Records are cloned if the file system
+    can share blocks between files. All ranks call this. Each rank writes its shards, and rank 0 writes the index.
 
     Raises `StorageError` if the disk has too little room, usually before anything is written.
     """
@@ -111,9 +110,9 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
                 _write_states(access, cloner, block, (first, last), folder / file_name)
                 for name, part in _saved_parts(engine, block, (first, last), file_name):
                     saved_parts.setdefault(name, []).append(part.to_json())
-            links.barrier(f"the states of {block.name} to be saved")  # for each block, so that no rank is silent long
+            links.barrier(f"the states of {block.name} to be saved")  # in each block, so that no rank seems to hang
     all_parts: dict[str, list[dict[str, Any]]] = {}
-    for packed in links.all_gather("where each rank has saved its states", json.dumps(saved_parts).encode()):
+    for packed in links.all_gather("the parts that each rank has saved", json.dumps(saved_parts).encode()):
         for name, parts in json.loads(packed).items():
             all_parts.setdefault(name, []).extend(parts)
     if links.ranks.rank == 0:
@@ -177,8 +176,8 @@ def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, l
 
 
 def _check_room(folder: Path, blocks: list[Block]) -> None:
-    """Raise `StorageError` if the disk has too little room. Clones count, because they take room when the store writes
-    its next version."""
+    """Raise `StorageError` if the disk has too little free space. Clones are counted too, because they take space as
+    soon as the store writes its next version."""
     needed_bytes = int(sum(block.state_numel * block.master.state_bytes_per_param for block in blocks))
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed_bytes:  # some network file systems report no sizes
@@ -194,7 +193,7 @@ def _check_room(folder: Path, blocks: list[Block]) -> None:
 def _record_pieces(
     access: ParameterAccess, block: Block, kind: str, shard: tuple[int, int]
 ) -> Generator[Tensor, None, None]:
-    """Yield the shard's elements of a record in order, with zeros for padding. Each piece is valid until the next."""
+    """Yield the shard's elements of a record in order, padded with zeros. A piece is valid until the next is read."""
     dtype = block.master.state_dtype(kind)
     end, last = block.master.elements(kind, *shard)
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
@@ -211,8 +210,8 @@ def _record_pieces(
 
 
 def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read what `save_optimizer_states` wrote. The weights must be loaded before. Raises ValueError before anything is
-    overwritten if the states are missing, damaged, of another model or of other dtypes."""
+    """Read the states that `save_optimizer_states` wrote. The weights must be loaded first. If the states are missing,
+    damaged, of another model or of other dtypes, raises ValueError before anything is overwritten."""
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index)
@@ -223,7 +222,7 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 
 def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read only the master residuals, which bfloat16 weights have and float32 weights do not."""
+    """Read only the master residuals. bfloat16 weights have them, and float32 weights do not."""
     if any(block.master.has_residual for block in engine.layout.blocks) and has_optimizer_states(checkpoint):
         index = _read_index(checkpoint)
         _check_fits(engine, index)
@@ -272,7 +271,7 @@ def _parse_part(fields: dict[str, Any]) -> _SavedPart:
 
 
 def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSlice]]:
-    """Return the trainable parameters by name. Raises ValueError unless the index has all states of each."""
+    """Return the trainable parameters by name. Raises ValueError unless the index has all states of every parameter."""
     trainable: dict[str, list[ParamSlice]] = {}
     for part in engine.parameter_slices:
         if part.trainable and part.numel:
@@ -348,7 +347,7 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
             num_runs = -(-last // TIE_RUN_NUMEL)
             if TIE_CODES in stored_kinds and file.get_slice(TIE_CODES).get_shape()[0] < num_runs:
                 raise ValueError(
-                    f"{str(index.folder / file_name)!r} is damaged: it has tie codes of less than {num_runs} runs; "
+                    f"{str(index.folder / file_name)!r} is damaged: it has fewer than {num_runs} tie codes; "
                     "resume from another checkpoint"
                 )
 
@@ -373,8 +372,8 @@ def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | No
 
 
 def _residuals(record: Any, codes: Tensor | None, origin: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return elements [start, stop) of the residuals that begin at element ``origin`` of a tensor in a file, and the
-    positions of ties among them. ``codes`` are the tensor's tie codes."""
+    """Return elements [start, stop) of the residuals, and the indices of ties among them. The residuals begin at
+    element ``origin`` of the tensor ``record`` in a file. ``codes`` has the tie codes of this tensor."""
     if codes is None:
         return record[origin + start : origin + stop], torch.empty(0, dtype=torch.int64)
     run = (origin + start) // TIE_RUN_NUMEL
@@ -385,7 +384,7 @@ def _residuals(record: Any, codes: Tensor | None, origin: int, start: int, stop:
 
 
 class _TensorTail:
-    """The elements of a tensor in a file, from `start` on."""
+    """The elements of a tensor in a file that begin at element `start`."""
 
     def __init__(self, record: Any, start: int) -> None:
         self._record = record

@@ -32,7 +32,7 @@ from hf_lohan.store.rank_folders import rank_folder, shared_directory, stores_un
 
 LAST_STEP = "last_step"
 CHECKPOINT_FACTS_NAME = "run.json"
-"""Name of the file in a checkpoint's own folder with the facts of its run."""
+"""Name of the file with the facts of the run, in the folder `lohan` of a checkpoint."""
 _TRAINER_STATE_NAME = "trainer_state.json"
 
 
@@ -43,7 +43,7 @@ class ResumePoint:
     folder: str | bool | None = None
     """The folder from which transformers resumes. True is the last checkpoint. None is a new run."""
     commit: Commit | None = None
-    """The step in the store whose journal is in `folder`. None for a checkpoint or a new run."""
+    """The committed step whose journal is in `folder`. None for a checkpoint or a new run."""
 
     @classmethod
     def choose(
@@ -55,8 +55,8 @@ class ResumePoint:
         check: Callable[[Commit, bytes, str], None],
         links: Links | None = None,
     ) -> ResumePoint:
-        """Choose what to resume from for ``asked``, the argument of `train`. "last_step" is the last committed step.
-        True is the last step or the last checkpoint, whichever is newer. Other values are for transformers.
+        """Choose the state for ``asked``, the argument `resume_from_checkpoint`. "last_step" is the last committed
+        step. True is the last step or the last checkpoint, whichever is newer. transformers handles other values.
 
         `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
         the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
@@ -80,9 +80,9 @@ class ResumePoint:
 
 
 def newest_checkpoint(named: str | None, run_id: str | None, output_dir: str) -> str | None:
-    """Return the newest checkpoint of a run, by the one that its last commit has ``named``. A checkpoint is complete
-    before the commit that names it is on disk, so a run that was killed in between has a newer one. ``run_id`` is the
-    run of the commit. Checkpoints of other runs in ``output_dir`` are not taken."""
+    """Return the newest checkpoint of the run ``run_id``. ``named`` is the checkpoint that the last commit names. A
+    checkpoint is complete before a commit names it, so a run that was killed in between has a newer checkpoint.
+    Checkpoints of other runs in ``output_dir`` are ignored."""
     newest, last = named, -1 if named is None else _step_in_name(named)
     for folder in Path(output_dir).glob("checkpoint-*") if run_id is not None else ():
         if _step_in_name(folder.name) > last and (folder / _TRAINER_STATE_NAME).is_file():
@@ -93,7 +93,7 @@ def newest_checkpoint(named: str | None, run_id: str | None, output_dir: str) ->
 
 
 def facts_of_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Return the facts of the run that saved a checkpoint. Other programs and earlier versions save none."""
+    """Return the facts of the run that saved a checkpoint, or {} if another program or an early version saved it."""
     path = Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME)
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     assert isinstance(facts, dict)
@@ -101,14 +101,14 @@ def facts_of_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def _step_in_name(checkpoint: str) -> int:
-    """Return the step of a folder `checkpoint-N`; -1 for another name."""
+    """Return the step of a folder `checkpoint-N`, or -1 for another name."""
     match = re.search(r"checkpoint-(\d+)$", checkpoint)
     return -1 if match is None else int(match[1])
 
 
 def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str, links: Links) -> str | None:
-    """Return what `train` resumes from after a failed attempt of the same launch: the last committed step, or the
-    newest checkpoint of its run. None if the attempt began no training, or had nothing to resume from. All ranks
+    """Return the value of `resume_from_checkpoint` after a failed attempt of the same launch: the last committed step,
+    or the newest checkpoint of the run. None if the attempt did not begin to train, or if there is neither. All ranks
     call this together."""
     last = _last_of_all(kept_commits(store_paths), links, may_have_none=True)
     facts = last.facts if last is not None else {}
@@ -116,13 +116,13 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str
         point: str | None = LAST_STEP
     else:
         point = newest_checkpoint(facts.get("last_checkpoint"), facts.get(RUN_ID), output_dir)
-    # A machine that joined the launch later has its own launcher, but its store may be the one of a machine before.
+    # A machine that joined the launch later has another launch id, but it may use the store of a former machine.
     told = json.dumps([point, facts.get("launch_id") == launch_id])
-    points = [json.loads(of_rank) for of_rank in links.all_gather("what the failed attempt left", told.encode())]
+    points = [json.loads(of_rank) for of_rank in links.all_gather("the state of the failed attempt", told.encode())]
     found: set[str | None] = {of_rank for of_rank, _ in points}
     if not any(is_own for _, is_own in points) or None in found or (LAST_STEP in found and len(found) > 1):
         return None
-    # A machine may not see the newest checkpoint yet, so all take the newest that every machine sees.
+    # Some machines may not see the newest checkpoint yet, so all ranks take the newest that every machine sees.
     return min((of_rank for of_rank in found if of_rank is not None), key=_step_in_name)
 
 
@@ -134,7 +134,7 @@ class _RunFolders:
     store: str
     """The default folder of the run's stores."""
     journal: Path
-    """The folder for the journal of the last step."""
+    """Folder to which the journal of the last step is unpacked."""
 
     @classmethod
     def of_rank(cls, output_dir: str, ranks: Ranks) -> _RunFolders:
@@ -156,8 +156,8 @@ def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[s
 
 
 def store_paths_of(run: str | Path) -> list[list[str]]:
-    """Return the ssd paths of a run: one list, which all its ranks share, or one for each rank. ``run`` is its output
-    folder, a folder in that, or the folder of a store. Raises ValueError if no offloaded run wrote there.
+    """Return the ssd paths of a run: one list that all ranks share, or one list for each rank. ``run`` is the output
+    folder, a folder in it, or the folder of a store. Raises ValueError if ``run`` is not of an offloaded run.
 
     If the output folder was moved, a store inside it is still found.
     """
@@ -181,9 +181,9 @@ def store_paths_of(run: str | Path) -> list[list[str]]:
 def last_step(output_dir: str | Path) -> int | None:
     """Return the global step from which `train(resume_from_checkpoint="last_step")` would resume, or None.
 
-    Changes nothing, and may be called during a run. With several ranks, the result is the newest step that all ranks
-    have, and this machine must have access to all stores. Raises `StorageError` or `ForeignStoreError` if a store is
-    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
+    This changes nothing, and may be called during a run. With several ranks, the result is the newest step that all
+    ranks have, and this machine must have access to all stores. Raises `StorageError` or `ForeignStoreError` if a store
+    is damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
     """
     if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
@@ -205,7 +205,7 @@ def last_step(output_dir: str | Path) -> int | None:
 
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
     """Return the last of this rank's ``kept`` commits that all ranks have, or None if nothing is committed. If the
-    ranks have no common commit, return None with ``may_have_none``, and raise RanksDisagreeError without."""
+    ranks have no common commit, return None with ``may_have_none``, and raise RanksDisagreeError otherwise."""
     by_number = {(commit.group_id, commit.number): commit for commit in kept}
     packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
     held_by_rank = [[(str(group), int(number)) for group, number in json.loads(held)] for held in packed]
@@ -224,9 +224,9 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
     if not is_resumable(commit):
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
-            f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
-            "frozen weights in any case), and a later write, such as one in gathered_parameters, replaced those of the "
-            f"last commit, so this step is lost; resume from {checkpoint}, or train without resume_from_checkpoint"
+            f"the last step in {where} is lost, because a later write, such as one in gathered_parameters, replaced "
+            "records of which the store keeps only one version (all with durability: checkpoint, otherwise frozen "
+            f"weights); resume from {checkpoint}, or train without resume_from_checkpoint"
         )
     if not _is_of_run(commit, paths, folders):
         raise ValueError(
@@ -257,8 +257,8 @@ def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bo
 
 
 def _unpack(commit: Commit, log: bytes, folder: Path) -> str:
-    """Write a committed journal to ``folder``, from which Trainer resumes, and return the path. Raises `CapacityError`
-    or `StorageError` if the journal cannot be written."""
+    """Write a committed journal to ``folder``, so that Trainer can resume from it. Return the path. Raises
+    `CapacityError` or `StorageError` if the journal cannot be written."""
     files = dict(commit.journal)
     state = json.loads(files[_TRAINER_STATE_NAME])
     state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]

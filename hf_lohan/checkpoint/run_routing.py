@@ -1,4 +1,4 @@
-"""The routing of experts that a run has counted, and the owners of its experts."""
+"""Reads the routing of experts that a run has counted, and the owners of its experts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_lohan.store.manifest import read_manifest
 
 @dataclass(frozen=True)
 class RunRouting:
-    """What the stores of a run say of its experts."""
+    """The facts about experts in the stores of a run."""
 
     rows: RoutedRows | None
-    """The rows that each expert had; None if none are counted."""
+    """Number of rows that each expert received. None if no rows were counted."""
     blocks_by_rank: Sequence[Set[str]]
-    """The names of the blocks that the store of each rank has."""
+    """For each rank: the names of the blocks in its store."""
 
 
 def routing_of(run: str) -> RunRouting:
-    """Return the routing of a run, by its output folder or its ssd path. This takes no lock, so the run may continue
-    meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
+    """Return the routing of a run. ``run`` is its output folder or ssd path. This takes no lock, so the run may
+    continue meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
     found = stores_of(store_paths_of(run)).found
     stores = [] if found is None else found.folders()
     kept = [kept_commits(directories)[:1] for directories in stores]

@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece, because the `safetensors` library needs all tensors in RAM."""
+"""Writes a safetensors file one piece at a time, because the `safetensors` library needs all tensors in RAM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPE_NAMES = {
 }
 """Name of each dtype in a safetensors header."""
 DATA_ALIGN_BYTES = 4096
-"""The data begin at a multiple of this, so that the file can share blocks with another file."""
+"""The data begin at a multiple of this size, so that the file can share blocks with another file."""
 
 Clone = Callable[[int, int], bool]
 """Clones a tensor's bytes to a file descriptor at an offset, or returns False if it cannot."""
@@ -40,8 +40,8 @@ Clone = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to write, flat [numel] unless `shape` is set. `pieces` are its parts in order, which are read one at a
-    time, unless `clone` succeeds."""
+    """A tensor to write. Its shape is [numel] unless `shape` is set. `pieces` yields its parts in order, one at a time.
+    They are not read if `clone` succeeds."""
 
     name: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A checkpoint gets its name when it is complete and durable, so a crash leaves only complete checkpoints.
+"""Gives a checkpoint its name when it is complete and durable, so that a crash leaves only complete checkpoints.
 
 `transformers.Trainer` writes directly to `checkpoint-N`, where an incomplete checkpoint would count as the newest.
 """
@@ -22,14 +22,14 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished_checkpoint"
-"""Name that is not a checkpoint's. Pushes to the Hub leave out names with a leading underscore."""
+"""Folder of an incomplete checkpoint. Pushes to the Hub leave out names with a leading underscore."""
 _REPLACED_NAME = "replaced"
 _SEEN_WITHIN_S = 30.0
 _LOOK_S = 0.1
 
 
 def check_new_folder(out: str | Path) -> None:
-    """Raise ValueError if a folder that is to be written has files, or is none."""
+    """Raise ValueError if ``out`` exists and is not an empty folder."""
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new folder")
 
@@ -39,11 +39,11 @@ def unfinished_checkpoint(
     run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, on_file: Callable[[], object] = lambda: None
 ) -> Iterator[Path]:
     """Yield a folder to use in place of `run_dir`. At the end of the context, `<folder>/<name>` is made durable and
-    moved to `<run_dir>/<name>`, where it replaces an older folder. The folder has the files of `run_dir`, because some
-    trainers copy one of them into each checkpoint.
+    moved to `<run_dir>/<name>`, where it replaces an older folder. The yielded folder also has the files of `run_dir`,
+    because some trainers copy one of these files into each checkpoint.
 
     If anything fails, the folder is removed and `run_dir` does not change. A full disk raises `StorageError`. `on_file`
-    is called before each file is made durable, which may take long.
+    is called before each file is made durable, because this may take long.
     """
     target = Path(run_dir, name)
     unfinished = Path(run_dir, unfinished_name)
@@ -83,7 +83,7 @@ def _link_files(run_dir: Path, unfinished: Path) -> None:
 
 @contextmanager
 def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]:
-    """Yield the folder of `unfinished_checkpoint` on all ranks of a run, each of which writes a part. Rank 0 makes the
+    """Yield the folder of `unfinished_checkpoint` on all ranks of a run. Each rank writes a part. Rank 0 creates the
     folder, and moves it when all parts are written. Raises ValueError if a rank does not see the folder."""
     if links.ranks.rank == 0:
         with unfinished_checkpoint(run_dir, name, on_file=links.send_heartbeat) as unfinished:
@@ -92,7 +92,7 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
                 yield unfinished
                 links.barrier("all ranks to save their parts")
             except BaseException as error:
-                links.fail(error)  # before the folder is removed, which lets other ranks fail
+                links.fail(error)  # must precede the removal of the folder, after which other ranks fail
                 raise
     else:
         unfinished = Path(run_dir, UNFINISHED_NAME)
@@ -108,7 +108,7 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
 
 
 def _wait_until_seen(folder: Path, links: Links) -> None:
-    """Wait until this rank sees a new folder, which network file systems show to other machines after a delay."""
+    """Wait until this rank sees a new folder. Network file systems show it to other machines after a delay."""
     rank = links.ranks.rank
     until_s = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
@@ -151,7 +151,7 @@ def _publish(checkpoint: Path, target: Path, on_file: Callable[[], object]) -> N
 
 
 def _sync(path: str | Path) -> None:
-    """Make a file or a folder durable. Some network file systems cannot sync folders."""
+    """Make a file or a folder durable. Ignore file systems that cannot sync folders, such as some on networks."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

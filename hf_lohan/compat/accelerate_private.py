@@ -37,7 +37,7 @@ def become(instance: Accelerator | AcceleratedOptimizer, derived: type) -> None:
 
 
 def compiled_regions(model: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the modules that accelerate's regional compilation compiles, each by itself."""
+    """Iterate over the modules that accelerate's regional compilation compiles separately."""
     for child in model.children():
         if is_repeated_blocks(child):
             yield from child.children()

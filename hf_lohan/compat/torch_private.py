@@ -60,7 +60,7 @@ def default_process_group_store() -> Any:
 
 
 def prefix_rendezvous(prefix: str) -> None:
-    """Put ``prefix`` before all keys with which torch.distributed, in this process, connects processes that a launcher
+    """Put ``prefix`` before all keys that torch.distributed uses in this process to connect processes that a launcher
     started. torch has no argument for this if another library makes the process group."""
     stock = _rendezvous_handlers["env"]
 
@@ -72,8 +72,8 @@ def prefix_rendezvous(prefix: str) -> None:
 
 
 def nccl_group(store: Any, rank: int, num_ranks: int, device: torch.device) -> Any:
-    """Make a process group of GPUs, beside torch's own groups. All its ranks call this together, and it waits for them.
-    ``store`` connects them."""
+    """Make a process group of GPUs, separate from torch's own groups. All its ranks call this together and wait for
+    each other. They connect through ``store``."""
     options = torch.distributed.ProcessGroupNCCL.Options()
     group = torch.distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
     group.eager_connect_single_device(device)
@@ -82,8 +82,8 @@ def nccl_group(store: Any, rank: int, num_ranks: int, device: torch.device) -> A
 
 
 def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within: timedelta) -> Any:
-    """Make a process group of CPUs, as `nccl_group` does of GPUs. ``store`` connects them. ``host``: the address at
-    which other ranks reach this one."""
+    """Make a process group of CPUs, as `nccl_group` makes one of GPUs. ``host``: the address at which other ranks reach
+    this rank."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     settings = {"_devices": [_gloo_device(host, os.getpid())], "_timeout": connects_within, "_threads": 4}
@@ -96,13 +96,13 @@ def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within
 
 @cache
 def _gloo_device(host: str, _pid: int) -> Any:
-    """Return the device of all groups of this process, whose thread looks at the connections 100 times a second."""
+    """Return the device of all groups of this process. Its thread polls the connections 100 times a second."""
     return torch.distributed.ProcessGroupGloo.create_device(hostname=host)
 
 
 def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
     """Begin to send tensors to ranks of a group, and to receive tensors from them, all at once. Returns the works. With
-    a CUDA group they follow the present stream."""
+    a CUDA group, works follow the current stream."""
     if not (sends or receives):
         return []  # a group that has coalesced nothing returns no work
     works: list[Any] = []
@@ -111,7 +111,7 @@ def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Seque
     try:
         works += [group.send([tensor], peer, 0) for peer, tensor in sends]
         works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
-    finally:  # NCCL carries out no abort by this thread before that
+    finally:  # before this, NCCL ignores an abort by this thread
         coalesced = group._end_coalescing() if group.supports_coalescing else None
     return works if coalesced is None else [coalesced]
 
@@ -150,8 +150,8 @@ def compilers() -> list[str]:
 
 
 def allow_graphs(number: int) -> None:
-    """Have `torch.compile` keep at least this number of graphs of a function. With more, it would run the function
-    eager."""
+    """Have `torch.compile` keep at least this number of graphs of a function. With more graphs, it would run the
+    function eagerly."""
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, number)
 
@@ -208,14 +208,14 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def in_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory, whose views have another storage than other views of the memory."""
-    with torch.inference_mode(mode=False):  # training cannot use what is made in inference mode
+    """Return a tensor with the same memory and its own storage, which only views of this tensor share."""
+    with torch.inference_mode(mode=False):  # training cannot use tensors that are made in inference mode
         own: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))
     return own
 
 
 def aliases_count_versions() -> AbstractContextManager[object]:
-    """Have `detach` share the version counter in dispatch modes as well, which run below autograd."""
+    """Have `detach` share the version counter in dispatch modes too, although these run below autograd."""
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
@@ -257,8 +257,8 @@ def call_behind_backward(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def checkpoint_errors_as(told: Callable[[str], Exception]) -> Iterator[None]:
-    """Have the backward of what runs in this context raise ``told(reason)`` instead of torch's `CheckpointError`. This
-    is the context of a checkpoint's forward."""
+    """Have the backward of operations in this context raise ``told(reason)`` instead of torch's `CheckpointError`.
+    Enter this context in a checkpoint's forward."""
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def unpack_or_tell(saved: Any) -> Any:
@@ -296,12 +296,12 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
-    """Return the children of a module. One that has several names occurs under each."""
+    """Return the children of a module. A child with several names occurs once for each name."""
     return [child for child in module._modules.values() if child is not None]
 
 
 def table_of_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which a module keeps its parameters without those of its children."""
+    """Return the dict in which a module keeps its own parameters."""
     return module._parameters
 
 
@@ -348,9 +348,9 @@ def using_attention_kernels(kernels: list[SDPBackend]) -> Iterator[None]:
 def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
     """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
 
-    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries.
-    Where no kernel does this, it joins the attention over earlier keys and the causal one. A mask is made only on a
-    device whose fused kernels do not take these sizes or this dtype.
+    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries. If
+    no kernel does this, attention over earlier keys and causal attention over the queries' own keys are joined. A mask
+    is made only if no fused kernel of the device supports these sizes and this dtype.
     """
     num_earlier = key.shape[2] - query.shape[2]
     is_grouped = query.shape[1] != key.shape[1]
@@ -362,11 +362,11 @@ def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float |
                 from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's machinery
 
                 mask = causal_lower_right(query.shape[2], key.shape[2])
-            # Called by its own function, because in a trace torch takes subclasses of Tensor for plain tensors.
+            # Its own function is called, because in a trace torch treats subclasses of Tensor as plain tensors.
             sdpa, options = F.scaled_dot_product_attention, {"scale": scale, "enable_gqa": is_grouped}
             lower: Tensor = mask.__torch_function__(sdpa, (), (query, key, value, mask), options)
             return lower
-        if is_grouped:  # the other kernels need a head of keys for each of queries
+        if is_grouped:  # the other kernels need a key head for each query head
             key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
         if not can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)):
             seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(num_earlier)
@@ -383,8 +383,8 @@ _KERNELS_WITH_CHOSEN_SUMS = (
 
 
 def with_sums(operation: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a call with which an attention kernel returns the sums that its backward needs. Where
-    no gradient is recorded, as in the forward of a layer in chunks, torch has some kernels leave them out."""
+    """Return arguments with which an attention kernel also returns the sums that its backward needs. If no gradient is
+    recorded, as in the forward of a layer in chunks, torch does not request them from some kernels."""
     if operation in _KERNELS_WITH_CHOSEN_SUMS:
         return (*args[:4], True, *args[5:])
     return args
@@ -445,5 +445,5 @@ class _AttentionAfter(torch.autograd.Function):
 
 def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a sparse tensor, which may have an index several times. Autograd forgets that a
-    gradient is coalesced, and torch sorts all of it to find out."""
+    gradient is coalesced, and torch would sort all its indices to coalesce it again."""
     return tensor._indices(), tensor._values()

@@ -44,12 +44,12 @@ WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
 
 @contextlib.contextmanager
 def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
-    """Have `from_pretrained` pass weights larger than ``most_bytes`` to ``take``, and keep a meta tensor of each. The
-    parts have at most ``most_bytes``, but at least one row. Nothing is read ahead.
+    """Have `from_pretrained` pass weights larger than ``most_bytes`` to ``take`` in parts, and keep a meta tensor of
+    each. A part has at most ``most_bytes``, or one row. Nothing is read ahead.
 
     Rows are slices of the first dimension, such as experts. A weight is loaded whole if ``take`` refuses it or if its
-    conversion mixes rows. Yields a dict that gets, by name, the bytes of the checkpoint's tensors that the model does
-    not use. Transformers reports only some of them.
+    conversion mixes rows. Yields a dict that gets the name and the bytes of each tensor of the checkpoint that the
+    model does not use. Transformers reports only some of these tensors.
     """
 
     def convert(stock: Any, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
                 assert take(name, _first(tensor).shape, 0, _first(tensor)), f"{name} is not in the store"
             return forms
         source = _source_of(self)
-        # Rows that are not decoded are views of a mapped file. Decoded rows take memory, twice while the next are made.
+        # Rows that are not decoded are views of a mapped file. Decoded rows take memory, together with the next rows.
         most = most_bytes // 4 if source is not None and source.is_decoded else most_bytes
         if source is not None and source.num_bytes > most:
             rows_at_once = max(1, int(most * source.num_rows // source.num_bytes))
@@ -78,7 +78,7 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
 
 
 class UnreadWeight:
-    """A weight of a model that its checkpoint has. A call reads and converts it, or some of its rows."""
+    """A weight that is only in the checkpoint. A call reads and converts it. `rows` reads some of its rows."""
 
     def __init__(
         self, form: Tensor, source: _Source | None, read: Callable[[dict[str, list[Any]] | None], Tensor]
@@ -93,7 +93,7 @@ class UnreadWeight:
 
     @property
     def has_rows(self) -> bool:
-        """Whether its rows can be read one by one."""
+        """Whether the rows of the weight can be read one by one."""
         return self._source is not None and self.form.dim() > 0 and self._source.num_rows == self.form.shape[0]
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -103,8 +103,8 @@ class UnreadWeight:
 
 @contextlib.contextmanager
 def loaded_unread(weights: dict[str, UnreadWeight]) -> Iterator[dict[str, int]]:
-    """Have `from_pretrained` read no weight. Each parameter stays on meta, and ``weights`` gets it by its name. Buffers
-    are read. Yields the dict of unused tensors of `loaded_in_rows`."""
+    """Have `from_pretrained` read no weight. Each parameter stays on meta, and ``weights`` gets its name and its
+    `UnreadWeight`. Buffers are read. Yields the dict of unused tensors of `loaded_in_rows`."""
 
     def convert(stock: Any, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         collected = dict(self.collected_tensors)
@@ -146,8 +146,8 @@ def _is_parameter(model: Any, name: str) -> bool:
 
 @contextlib.contextmanager
 def _converted_by(convert: Callable[..., Any]) -> Iterator[dict[str, int]]:
-    """Have `from_pretrained` call ``convert``, with the stock function before its arguments, for each conversion. Its
-    tensors are not read yet, and nothing is read ahead. Yields the dict of unused tensors of `loaded_in_rows`."""
+    """Have `from_pretrained` call ``convert(stock function, *its arguments)`` for each conversion. Its tensors are not
+    read yet, and nothing is read ahead. Yields the dict of unused tensors of `loaded_in_rows`."""
     stock_spawn = core_model_loading.spawn_materialize
     stock_load = modeling_utils.convert_and_load_state_dict_in_model
     used: set[int] = set()
@@ -221,8 +221,8 @@ def bytes_in_file(source: Any) -> int:
 @contextlib.contextmanager
 def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` load the tensors that ``replace`` returns for a checkpoint's tensors, which are not read
-    yet. Those with a method ``decode(first row, last row, dtype)`` are read by it. A tensor whose attribute
-    ``is_stored`` is true is on meta, and what is made of it is passed whole to the ``take`` of `loaded_in_rows`."""
+    yet. A tensor with a method ``decode(first row, last row, dtype)`` is read by it. A tensor whose ``is_stored`` is
+    true is on meta. The weight that is made of it is passed whole to the ``take`` of `loaded_in_rows`."""
     stock = modeling_utils.convert_and_load_state_dict_in_model
 
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -236,12 +236,12 @@ def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) 
 
 
 SourcesOfUnits = list[list[str]]
-"""For each unit of a weight (an expert, or the whole), the names of the matrices whose rows follow each other in it."""
+"""For each unit of a weight (an expert, or the whole weight), the names of the matrices whose rows it has, in order."""
 
 
 def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesOfUnits]:
-    """Return, by name, the weights of a ``model`` on meta that have the rows of matrices of a checkpoint unchanged.
-    ``names`` are those of all of the checkpoint's tensors."""
+    """Return the sources of weights, by the weight's name. Weights whose rows are not unchanged rows of matrices are
+    left out. ``model`` is on meta. ``names`` has the names of all tensors of the checkpoint."""
     found: dict[str, SourcesOfUnits] = {}
     stock_spawn = core_model_loading.spawn_materialize
     stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
@@ -470,7 +470,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             if id(result) in own:
                 forms[name] = own[id(result)]  # not converted
                 continue
-            # A view would not do, because transformers counts the bytes of a tensor's storage.
+            # This is no view, because transformers counts the bytes of a tensor's storage.
             forms[name] = torch.empty(result.shape, dtype=result.dtype, device="meta")
             made[id(forms[name])] = SavedTensor(conversion, index)
         living.extend((*every, *forms.values()))

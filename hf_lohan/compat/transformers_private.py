@@ -29,7 +29,7 @@ CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 _ELEMENTS_OF_A_THREAD = 32768
 """torch's GRAIN_SIZE: an elementwise kernel on the CPU gives a thread at least as many elements."""
 _VECTOR_BYTES = 128
-"""Bytes that such a kernel computes at once: two vectors of AVX-512."""
+"""Number of bytes that an elementwise kernel computes at once: two vectors of AVX-512."""
 
 
 # Trainer.
@@ -54,7 +54,7 @@ def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
 
 
 def add_logged_loss(trainer: Any, loss: Tensor) -> None:
-    """Add the loss of a micro-batch to the sum for the log, as Trainer does with what `training_step` returns."""
+    """Add a micro-batch's loss to the sum for the log, as Trainer does with the loss that `training_step` returns."""
     if trainer.args.logging_nan_inf_filter:  # chosen on the device, so that the host does not wait for the loss
         num_steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         loss = torch.where(loss.isfinite(), loss, trainer._tr_loss / num_steps)
@@ -73,8 +73,8 @@ def cache_among(values: Mapping[str, Any]) -> Any:
 
 
 def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
-    """Have `run_layer` run recomputed layers, even if recomputation is enabled later. This replaces the method of
-    transformers' models that all ways to enable recomputation call."""
+    """Have `run_layer` run recomputed layers, even if recomputation is enabled later. This replaces a method of
+    transformers' models, which every way to enable recomputation calls."""
     for module in model.modules():
         stock = getattr(module, "_set_gradient_checkpointing", None)
         if stock is not None:
@@ -93,13 +93,13 @@ def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
 
 
 def own_forward(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a layer's class, without what transformers adds so that it may run as a checkpoint."""
+    """Return the forward of a layer's class, without the wrapper of transformers that runs it as a checkpoint."""
     forward = type(layer).forward
     return forward.__wrapped__ if _may_checkpoint(forward) else forward  # type: ignore[attr-defined]
 
 
 def runs_as_checkpoint(layer: Any) -> bool:
-    """Return whether the forward of a layer's class calls `run_layer`. Before transformers 5.23 its `__call__` does."""
+    """Return whether the forward of a layer's class calls `run_layer`. Before transformers 5.23, `__call__` does."""
     is_on = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
     return bool(is_on) and _may_checkpoint(type(layer).forward)
 
@@ -163,7 +163,7 @@ def build_from_config(
 
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-"""Arguments of `from_pretrained` that a config has under private names, with its parts."""
+"""Arguments of `from_pretrained` that a config and its parts keep under private names."""
 
 
 def set_implementations(config: Any, chosen: Mapping[str, Any]) -> None:
@@ -194,8 +194,8 @@ def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def saves_active_adapter(model: Any) -> bool:
-    """Return whether a model of transformers has adapters by `add_adapter`, so that `save_pretrained` saves only the
-    active one."""
+    """Return whether a model of transformers has adapters from `add_adapter`. Then `save_pretrained` saves only the
+    active adapter."""
     return isinstance(model, PreTrainedModel) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -235,7 +235,7 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Run ``rows`` [n, hidden] through one expert with the operations of `grouped_experts`. ``weights`` maps names in
     the module to tensors [1, ...]."""
-    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # needs no copy, which would wait
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # a copy to the device would wait
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def linear(rows: Tensor, name: str) -> Any:
@@ -251,11 +251,11 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
 
 
 def _activated(module: Any, hidden: Tensor) -> Tensor:
-    """Apply the gate or the activation, as to the rows of all experts together.
+    """Apply the gate or the activation, with the same bits as for the rows of all experts together.
 
-    On a CPU, torch divides the elements of a large tensor between threads. The last elements of a thread that fill no
-    vector are computed in another way: `exp` then has another last bit. So the rows are divided such that each thread
-    gets whole vectors, as it does with the rows of all experts.
+    On a CPU, torch divides the elements of a large tensor between threads. If a thread's last elements fill no vector,
+    they are computed in another way, and `exp` has another last bit. So the rows are divided so that each thread gets
+    whole vectors, as with the rows of all experts.
     """
     activation = module._apply_gate if module.has_gate else module.act_fn
     if hidden.device.type != "cpu":
@@ -290,20 +290,20 @@ def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_t
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """What is known of a function (row, head, query, key) that says whether the query sees the key."""
+    """The known properties of a function (row, head, query, key) that returns whether the query sees the key."""
 
     is_causal: bool
     """Whether no query sees a later key."""
     is_known: bool
-    """Whether a query sees all other keys within the window and its document."""
+    """Whether a query sees all keys within its window and document that are not hidden by `is_causal`."""
     window: int | None = None
-    """Keys that a query sees, with its own."""
+    """Number of keys that a query sees, including its own."""
     documents: Tensor | None = None
-    """[rows, tokens], the number of each token's document."""
+    """[rows, tokens], the index of each token's document."""
 
 
 def mask_pattern(function: Callable[..., Any]) -> MaskPattern:
-    """Return what is known of one of transformers' mask functions."""
+    """Return the known properties of one of transformers' mask functions."""
     name = getattr(function, "__qualname__", "")
     code = getattr(function, "__code__", None)
     if code is None or getattr(function, "__module__", "") != masking_utils.__name__:
@@ -344,14 +344,14 @@ def mask_function(pattern: MaskPattern) -> Callable[..., Any]:
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, [rows, tokens], as transformers finds it by position ids without a
-    mask beside them. None if no row has several documents."""
+    """Return the index of each token's document, [rows, tokens], as transformers finds it from position ids if no mask
+    is given. None if no row has several documents."""
     documents: Tensor | None = masking_utils.find_packed_sequence_indices(position_ids)
     return documents
 
 
 def is_causal_lm_loss(function: Any) -> bool:
-    """Return whether a model's loss is the one of causal language models, which takes `shift_labels`."""
+    """Return whether a model's loss is `ForCausalLMLoss`, which takes `shift_labels`."""
     return function is ForCausalLMLoss
 
 
@@ -390,8 +390,8 @@ def replace_attention(name: str, replacement: Callable[..., Any]) -> None:
 
 
 def recorded_names() -> tuple[str, ...]:
-    """Return the names of the outputs that the model of the running forward records, without the hidden states, which
-    it records of whole layers."""
+    """Return the names of the outputs that the running forward records, except the hidden states, which it records of
+    whole layers."""
     return tuple(name for name in _active_collector.get() or () if name != "hidden_states" and name[0] != "_")
 
 
@@ -409,7 +409,7 @@ class _InOrder(list[Any]):
 
 @contextlib.contextmanager
 def recording_outputs(names: Sequence[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Record the outputs of these names in this context, apart from those of the running forward."""
+    """Record the outputs of these names in this context, separately from the outputs of the running forward."""
     order: list[tuple[str, Tensor]] = []
     token = _active_collector.set({name: _InOrder(name, order) for name in names})
     try:
@@ -419,7 +419,7 @@ def recording_outputs(names: Sequence[str]) -> Iterator[list[tuple[str, Tensor]]
 
 
 def add_recorded_outputs(outputs: Sequence[tuple[str, Tensor]]) -> None:
-    """Add (name, output) pairs to what the running forward records."""
+    """Add (name, output) pairs to the recorded outputs of the running forward."""
     collected = _active_collector.get() or {}
     for name, output in outputs:
         if name in collected:

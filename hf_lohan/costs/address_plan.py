@@ -1,7 +1,7 @@
 """Gives tensors addresses in one piece of memory by the times at which they exist.
 
 As in MEMO, addresses are planned for a known step. Best fit by size takes the place of MEMO's mixed integer program,
-because in all traced steps it needs no more than the tensors that exist at one time.
+because in all traced steps it needs no more memory than the tensors that exist at one time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 ALIGN_BYTES = 512
 """Addresses and sizes are multiples of this, as those of PyTorch's allocator are."""
 _PART = 32
-"""Allocations in a part of the time."""
+"""Number of allocations in one part of the time."""
 _Life: TypeAlias = tuple[int, int, int]
 """Aligned bytes of a tensor, and its times ``born`` and ``died``."""
 
 
 class Allocation(Protocol):
-    """Memory that is in use from time ``born`` to time ``died``, which it does not reach."""
+    """Memory that is in use from time ``born`` to time ``died`` (exclusive)."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -38,7 +38,7 @@ class AddressPlan:
     """Offsets of tensors in one piece of memory, none of which overlap while both tensors exist."""
 
     offsets: tuple[int, ...]
-    """By tensor, in bytes."""
+    """Offset of each tensor in bytes."""
     num_bytes: int
     """Bytes of the memory."""
 
@@ -49,7 +49,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def live_bytes(tensors: Sequence[Allocation]) -> int:
-    """Return the most bytes that exist at one time."""
+    """Return the largest number of bytes that exist at one time."""
     changes = np.zeros(max((tensor.died for tensor in tensors), default=0) + 1, dtype=np.int64)
     for tensor in tensors:
         changes[tensor.born] += aligned(tensor.num_bytes)
@@ -84,13 +84,13 @@ _ORDERS: tuple[Callable[[int, int, int], tuple[int, ...]], ...] = (
 def _place(
     lives: Sequence[_Life], order: Callable[[int, int, int], tuple[int, ...]], below_bytes: int
 ) -> AddressPlan | None:
-    """Place tensors in an order, each at the best fit. Returns None if that does not need less than ``below_bytes``."""
+    """Place tensors in an order, each at the best fit. Returns None if that needs at least ``below_bytes``."""
     offsets, num_bytes = [0] * len(lives), 0
     placed: list[list[tuple[int, int, int, int]]] = [
         [] for _ in range(max((d for *_, d in lives), default=0) // _PART + 1)
     ]
-    """By part of the time, (start, stop, born, died) of the tensors that exist in it. A tensor meets few others, so it
-    is not compared with all."""
+    """For each part of the time, (start, stop, born, died) of the tensors that exist in it. A tensor is compared only
+    with tensors of its parts."""
     for number in sorted(range(len(lives)), key=lambda n: order(*lives[n])):
         size, born, died = lives[number]
         first, last = born // _PART, max(born, died - 1) // _PART

@@ -81,8 +81,8 @@ class Collectives:
     """Gradients between nodes. "exact" sends float32 sums, and "int8" and "int4" round them."""
 
     group_ranks: int | None = None
-    """The ranks, of whole nodes, that keep one copy among them, if `backward` is a number of ranks in the setting. It
-    saves RAM, because a node keeps a part of the copy, and the nodes of a group send each other their parts in each
+    """Number of ranks, in whole nodes, that keep one copy together, if `backward` is a number of ranks in the setting.
+    A group saves RAM, because each node keeps only a part of the copy. The nodes send each other their parts in each
     backward. None if each node keeps a copy."""
 
     within: WithinCodec = "exact"
@@ -144,7 +144,7 @@ class Collectives:
         return fields if self.group_ranks is not None else {name: fields[name] for name in COLLECTIVE_VALUES}
 
     def open_ways(self) -> tuple[Collectives, ...]:
-        """The ways among which a plan of several nodes may choose, without "auto" or "node"."""
+        """Return the ways among which a plan of several nodes may choose, without "auto" or "node"."""
         forwards: tuple[str, ...] = ("exact", "delta") if self.forward == "auto" else (self.forward,)
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
@@ -208,7 +208,7 @@ def all_ways() -> tuple[Collectives, ...]:
 def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) -> tuple[Collectives, ...]:
     """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, one of all nodes
     is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups that are
-    not whole nodes, or not equal, and if "delta" is the only way that is asked of them."""
+    not whole nodes, or not equal, and for groups of several nodes if ``asked`` has only "delta"."""
     ways, groups_of_delta = [], []
     for way in asked:
         group, num_ranks = way.group_ranks, num_nodes * num_local
@@ -260,14 +260,14 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own. Of a copy
-        of g nodes, each has 1 / g of the weights of the other nodes."""
+        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own. If g nodes
+        keep one copy, each node has 1 / g of the weights of the other nodes."""
         of_group = self.collectives.nodes_of_group(self.num_local)
         return (param_bytes - of_group * (param_bytes // self.num_nodes)) // of_group
 
     def sent_gradient_itemsize(self, gradient_itemsize: int, *, is_summed: bool) -> int:
-        """Return the bytes of an element of a gradient between nodes. Sums are float32, and other gradients are sent as
-        they are."""
+        """Return the bytes of an element of a gradient between nodes. Sums are float32, and other gradients are sent
+        unchanged."""
         return SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
 
     def bytes_by_collective(
@@ -280,7 +280,7 @@ class Cluster:
         is_summed: bool,
         packed_bytes: int = 0,
     ) -> dict[CollectiveName, int]:
-        """Return the bytes that one node sends in one forward and one backward. ``num_params``: those that are not
+        """Return the bytes that one node sends in one forward and one backward. ``num_params``: weights that are not
         packed. ``is_summed``: gradients are sums of several micro-batches. ``packed_bytes``: see `weight_bytes`."""
 
         def shard(whole: int) -> int:
@@ -291,7 +291,7 @@ class Cluster:
             shard(param_bytes), shard(num_params), shard(num_trainable_params), shard(packed_bytes)
         )
         itemsize = self.sent_gradient_itemsize(gradient_itemsize, is_summed=is_summed)
-        # Each node of a group sends the others its own weights, and those that it keeps, as they are.
+        # Each node of a group sends the others its own weights and the weights that it keeps, unchanged.
         in_group = way.nodes_of_group(self.num_local) - 1
         of_group = in_group * (shard(param_bytes) + self.copied_bytes(param_bytes)) if in_group else 0
         return {
@@ -305,7 +305,7 @@ CollectiveName: TypeAlias = Literal[
     "forward_weights", "backward_weights", "gradients", "forward_rows", "forward_tokens", "backward_tokens"
 ]
 SentAs: TypeAlias = Literal["weights", "gradients", "tokens"]
-"""The channels of ranks, as a run names them."""
+"""Kinds of data that ranks send, as a run names them."""
 ONE_RANK = Cluster()
 
 

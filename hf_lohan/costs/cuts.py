@@ -10,7 +10,7 @@ from itertools import accumulate, chain, pairwise
 _EVEN_PARTS = 16
 """Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` of the mean."""
 _NUM_TRIED = 16
-"""Number of long segments among which one of the receiver's own rows is looked for."""
+"""Number of long segments that are searched for a segment of the receiver's own rows."""
 
 
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
@@ -35,7 +35,7 @@ def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, i
 @cache
 def num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
     """Return the number of chunks of `cut_units` without making the list, because a layer of a large model has a
-    hundred thousand."""
+    hundred thousand chunks."""
     count = held = 0
     for numel in unit_numels:
         if held and held + numel > chunk_numel:
@@ -101,9 +101,8 @@ def _nearest_granule(records: Sequence[tuple[int, int]], wanted: float) -> int:
 
 
 def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
-    """Return, for each rank, the numbers of the experts that it owns in a layer, which follow each other. A range may
-    be empty. The first range belongs to another rank in each layer, so that numbers that do not divide evenly balance
-    out."""
+    """Return, for each rank, the range of indices of the experts that it owns in a layer. A range may be empty. The
+    first range belongs to another rank in each layer, so that ranges of unequal size balance out."""
     edges = [-(-part * num_experts // num_ranks) for part in range(num_ranks + 1)]
     ranges = [range(first, last) for first, last in pairwise(edges)]
     return [ranges[(rank - layer) % num_ranks] for rank in range(num_ranks)]
@@ -112,16 +111,17 @@ def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
 def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_local: int) -> list[list[list[int]]]:
     """Return, for each layer and rank, the experts that the rank owns so that ranks have about equally many rows.
 
-    ``counts`` [layers][experts]: the rows of each expert. Experts go to nodes of ``num_local`` ranks first, and within
-    a node to its ranks, the expert with the most rows first, to the receiver with the fewest rows. Receivers have
-    equally many experts of a layer, within one. A layer whose ranges (`owned_experts`) are as even keeps them.
+    ``counts`` [layers][experts]: the rows of each expert. Experts are divided among nodes of ``num_local`` ranks, and
+    then among the ranks of each node. The expert with the most rows goes first, to the receiver with the fewest rows.
+    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if they are
+    as even.
     """
     nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
     divided: list[list[list[int]]] = []
     for layer, of_layer in enumerate(counts):
         ranges = [list(own) for own in owned_experts(len(of_layer), layer, num_ranks)]
         own: list[list[int]] = [[] for _ in range(num_ranks)]
-        turn = layer % len(nodes)  # what does not divide evenly goes to another node and rank in each layer
+        turn = layer % len(nodes)  # the remainder of a division goes to another node and rank in each layer
         in_turn = nodes[turn:] + nodes[:turn]
         of_nodes = _longest_first(of_layer, range(len(of_layer)), len(nodes))
         for node, experts in zip(in_turn, of_nodes, strict=True):
@@ -137,7 +137,7 @@ def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_loca
 
 
 def _longest_first(counts: Sequence[float], experts: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide experts into parts of equal size, within one, that have about equally many rows."""
+    """Divide experts into parts with about equally many rows, whose sizes differ by at most one."""
     least, num_larger = divmod(len(experts), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     rows = [0.0] * num_parts
@@ -195,9 +195,9 @@ def shared_segments(
 
 
 def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank: int) -> int | None:
-    """Return the place of the segment, among sorted ones, whose move to another rank evens out a difference of ``gap``
-    rows best; None if no move does. Among the longest, a segment of the other rank's own rows comes first, because
-    these need not be sent."""
+    """Return the index of the segment whose move to another rank evens out a difference of ``gap`` rows best; None if
+    no move does. ``segments`` are sorted. Among the longest segments, one with the other rank's own rows comes first,
+    because these rows need not be sent."""
     longer = bisect_left(segments, (gap // 2 + 1,))
     place = longer - 1
     most = segments[place][0] if longer else 0
@@ -210,7 +210,7 @@ def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank
 
 
 def _element_at(cost: float, trained: int) -> float:
-    """Return the element before which the block's elements have this cost."""
+    """Return the element before which all elements of the block together have this cost."""
     return cost / TRAINED_COST if cost <= TRAINED_COST * trained else trained + cost - TRAINED_COST * trained
 
 

@@ -25,8 +25,8 @@ class Room:
 
 ALLOCATOR_PERCENT, FRAGMENTED_PERCENT = 5, 15
 """Memory that the caching allocator holds beyond the tensors, in percent of a step's temporary tensors. The first
-number is for segments that grow (`DeviceProfile.grows_segments`), the second for segments of a fixed size. Measured
-were 4 to 10 and 5 to 20. Growing segments return unused memory before the device runs out, so they need less margin."""
+number is for segments that grow (`DeviceProfile.grows_segments`), the second for segments of a fixed size. Measurements
+gave 4 to 10 and 5 to 20. Growing segments return unused memory before the device runs out, and need less margin."""
 WORKSPACES_BYTES = 64 << 20
 """cuBLAS workspaces for the threads of forward and backward. Each has 8 MiB, or 32 MiB on server cards."""
 NCCL_BUFFERS_BYTES = (4 << 20) + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
@@ -56,8 +56,8 @@ def layer_needs(layer: BlockProfile, model: ModelProfile) -> int:
 
 
 def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
-    """Estimate the peak without a trace of the backward. It is saved tensors, and gradients of input, output and
-    weights."""
+    """Estimate the peak without a trace of the backward, as the sum of saved tensors and of the gradients of input,
+    output and weights."""
     return layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
 
 
@@ -71,7 +71,7 @@ def outer_working_bytes(model: ModelProfile) -> int:
 
 def tied_gradient_bytes(model: ModelProfile) -> int:
     """Return the bytes of the head's gradient if the head is tied to the embeddings, and 0 if not. A tied head's
-    gradient stays until the first layer's backward ends. Others leave when the last layer's backward begins."""
+    gradient stays until the first layer's backward ends. Without a tie, it leaves before the layers' backward."""
     layers = {layer.name for layer in model.layers}
     before = list(takewhile(lambda block: block.name not in layers, model.blocks))
     outer = [block for block in model.blocks if block.name not in layers]
@@ -92,7 +92,7 @@ def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes:
 
 
 def nccl_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
-    """Return the bytes of the device that NCCL takes for exchanges with the other devices of the node; 0 without."""
+    """Return the bytes of the device that NCCL takes for exchanges with other devices of the node; 0 without NCCL."""
     cluster = setup.cluster
     if cluster.transport != "nccl" or cluster.num_local == 1 or hardware.device.shares_cpu:
         return 0
@@ -126,7 +126,7 @@ def _allocator_percent(hardware: HardwareProfile) -> int:
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """Return the bytes of records on the SSDs of a node, in all homes. Frozen weights have one home."""
+    """Return the bytes of records on the SSDs of a node, in all versions. Frozen weights have one version."""
     trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     all_bytes, cluster = int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes), setup.cluster
@@ -311,8 +311,8 @@ def fits_without_offloading(
 def stock_training_fit(
     model: ModelProfile, memory_bytes: int, bytes_per_param: float, *, recomputes: bool, has_allocator: bool
 ) -> InMemoryFit:
-    """Whether the stock Trainer's step fits `memory_bytes`, with a margin for the device's allocator and libraries.
-    ``has_allocator``: the device is not the CPU."""
+    """Return whether the stock Trainer's step fits `memory_bytes`, with a margin for the device's allocator and
+    libraries. ``has_allocator``: the device is not the CPU."""
     held_bytes = activation_bytes_in_memory(model, recomputes=recomputes)
     held_bytes += max((max(0, block.working_bytes - block.saved_bytes) for block in model.blocks), default=0)
     margin_bytes = -(-held_bytes * FRAGMENTED_PERCENT // 100) + (WORKSPACES_BYTES if has_allocator else 0)
@@ -322,13 +322,13 @@ def stock_training_fit(
 
 
 def state_bytes_in_memory(model: ModelProfile, bytes_per_param: float) -> int:
-    """Bytes of weights, gradients, masters and moments: `bytes_per_param` for a trained weight."""
+    """Return the bytes of weights, gradients, masters and moments: `bytes_per_param` for a trained weight."""
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     return int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
 
 
 def activation_bytes_in_memory(model: ModelProfile, *, recomputes: bool) -> int:
-    """Bytes of activations at their peak in a step whose layers are all on the device."""
+    """Return the bytes of activations at their peak in a step whose layers are all on the device."""
     saved_bytes = {block.name: block.saved_bytes for block in model.blocks}
     for block in model.blocks:
         saved_bytes[block.name] += block.experts.inner_bytes if block.experts is not None else 0

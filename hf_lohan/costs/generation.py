@@ -1,4 +1,4 @@
-"""Chooses what stays on the device while a model generates, and computes what each token reads.
+"""Chooses the layers that stay on the device while a model generates, and computes the bytes that each token reads.
 
 Every pass needs every block once, in the same order. A ring of slots that replaces the least recently used block would
 read the whole model for each token. Instead, some layers stay, and the others pass through a small ring.
@@ -44,10 +44,9 @@ class GenerationSlots:
 def slots_for_generation(
     blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
 ) -> GenerationSlots:
-    """Divide what ``gpu_memory_bytes`` leaves after the keys and values among four uses: a ring of ``prefetch_blocks``
+    """Divide the part of ``gpu_memory_bytes`` that keys and values leave among four uses: a ring of ``prefetch_blocks``
     + 1 slots, slots for modules outside the layers, layers that stay, and experts. Raises BudgetError if two layers,
-    two experts, the
-    largest module outside the layers, and the keys and values do not fit."""
+    two experts, the largest module outside the layers, and the keys and values do not fit."""
 
     def sizes(size_class: SizeClass) -> list[int]:
         return [block.param_bytes for block in blocks if block.size_class is size_class]
@@ -93,7 +92,7 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """Return how much of each of a rank's records of parameters is read for one token if nothing is cached in RAM, in
+    """Return the bytes that one token reads of each of a rank's records of parameters if nothing is cached in RAM, in
     forward order. ``experts_share``: the share of streamed experts that a token chooses. All experts are equally
     likely. Experts in slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)

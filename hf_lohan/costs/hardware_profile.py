@@ -29,8 +29,8 @@ class DeviceProfile:
     grows_segments: bool = True
     """Whether the device's allocator has segments that grow and waste less memory (torch's `expandable_segments`)."""
     moves_files: bool = False
-    """Whether weights and swapped activations go between SSDs and device past host memory, so that the CPU computes no
-    checksums of them. A run sets it where it does so (`gpu_direct`)."""
+    """Whether weights and swapped activations bypass host memory between SSDs and device, so that the CPU computes no
+    checksums of them. A run with `gpu_direct` sets it."""
     name: str = ""
 
     def compute_s(self, flops: float, attention_flops: float = 0.0) -> float:
@@ -109,8 +109,8 @@ class HardwareProfile:
 
     @property
     def gpus_share_links(self) -> bool:
-        """Whether bytes between GPUs take the links between RAM and devices. So do those of PCIe. What is faster than
-        these links is another link."""
+        """Whether bytes between GPUs use the links between RAM and devices, as over PCIe. If the rate between GPUs is
+        higher than that of these links, it belongs to another link."""
         return self.gpu_link != "nvlink" and self.between_gpus_bytes_per_s <= self._slower_copy_bytes_per_s
 
     @property

@@ -34,13 +34,13 @@ class ExpertsProfile:
 
     num_experts: int
     num_chosen: int
-    """Experts that each token chooses (top-k)."""
+    """Number of experts that each token chooses (top-k)."""
     num_params: int
     num_trainable_params: int
     param_bytes: int
-    """As stored: in working precision, or packed."""
+    """Bytes in the store, in working precision or packed."""
     decoded_numel: int = 0
-    """Parameters that are packed, so that each load decodes them."""
+    """Number of packed parameters, which each load decodes."""
     num_tokens: int
     """Number of tokens of a micro-batch, or of all micro-batches that share the weights."""
     inner_bytes: int = 0
@@ -106,11 +106,11 @@ class RowsProfile:
     """The rows that a micro-batch needs of a table."""
 
     num_rows: int
-    """Rows of the table."""
+    """Number of all rows of the table."""
     loaded_bytes: int
-    """Bytes of these rows."""
+    """Bytes of the rows that the micro-batch needs."""
     read_bytes: int
-    """Bytes of the granules that have these rows."""
+    """Bytes of the granules that contain the needed rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +131,7 @@ class OperationProfile:
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of fused attention, which are all or none of the operation's. Only attention kernels have that word in
-        their names."""
+        """FLOPs of fused attention; 0 for other operations. Only attention kernels have "attention" in their names."""
         return self.flops if "attention" in self.name else 0.0
 
 
@@ -145,11 +144,11 @@ class BlockProfile:
     num_params: int
     num_trainable_params: int
     param_bytes: int
-    """As stored: in working precision, or packed."""
+    """Bytes in the store, in working precision or packed."""
     flops: float
     """FLOPs of all operations of the forward."""
     decoded_numel: int = 0
-    """Parameters that are packed, so that each load decodes them."""
+    """Number of packed parameters, which each load decodes."""
     input_bytes: int = 0
     """Bytes of the layer's input, from which recomputation starts (LoHan's A_inter); 0 for modules outside the
     layers."""
@@ -164,25 +163,24 @@ class BlockProfile:
     """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
     FLOPs."""
     fused_bytes: tuple[tuple[Fusion, int], ...] = ()
-    """What ``moved_bytes`` would be by way to fuse the other operations (`ModelProfile.fused`). Empty outside the
-    layers."""
+    """`moved_bytes` with each way to fuse the other operations (`ModelProfile.fused`). Empty outside the layers."""
     num_chunks: int = 1
-    """Chunks of tokens in which a layer runs. FLOPs and bytes above count all of them, and `working_bytes` one of them
-    with what the layer holds for all."""
+    """Number of chunks of tokens in which a layer runs. FLOPs and bytes above count all chunks. `working_bytes` counts
+    one chunk, and the memory that the layer holds for all chunks."""
     repeated_flops: float = 0.0
-    """FLOPs that a backward in chunks adds to recomputation, because it makes keys and values again first."""
+    """FLOPs that a backward in chunks adds to recomputation, because it first recomputes keys and values."""
     repeated_bytes: int = 0
-    """Bytes that the other operations of this addition read and write."""
+    """Bytes that the other operations of this additional recomputation read and write."""
     forward_s: float | None = None
     """Measured seconds; None before the measurement."""
     experts: ExpertsProfile | None = None
     """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
     rows: RowsProfile | None = None
-    """What a micro-batch needs of a table of which only rows come to the device."""
+    """The rows that a micro-batch needs of a table, if only rows of it come to the device."""
 
     @property
     def attention_flops(self) -> float:
-        """Those of ``flops`` that are of fused attention."""
+        """The part of `flops` in fused attention."""
         return sum(operation.attention_flops for operation in self.operations)
 
     @property
@@ -192,17 +190,17 @@ class BlockProfile:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a load reads if none of them are in RAM."""
+        """Bytes that a load reads if no weights are in RAM."""
         return self.param_bytes if self.rows is None else self.rows.read_bytes
 
     def gradient_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its gradient that leave the device."""
+        """Return the bytes of the block's gradient that leave the device."""
         whole_bytes = self.num_trainable_params * itemsize
         return whole_bytes if self.rows is None else min(whole_bytes, self.rows.loaded_bytes)
 
     def by_rows(self, num_rows: int, granule_bytes: int, num_tokens: int) -> BlockProfile:
         """Return this profile of a table of ``num_rows`` rows if only rows of ``num_tokens`` tokens come to the device.
-        All rows are assumed to be equally likely. Texts repeat their tokens, and need fewer."""
+        All rows are assumed to be equally likely. Texts repeat tokens, so they need fewer rows."""
         found = expected_hits(num_rows, 1, num_tokens)
         num_granules = math.ceil(self.param_bytes / granule_bytes)
         loaded_bytes = round(found / num_rows * self.param_bytes)
@@ -282,22 +280,22 @@ class ModelProfile:
 
     @property
     def dense_loaded_bytes(self) -> int:
-        """Bytes of these weights that a forward brings to the device."""
+        """Bytes of weights, without streamed experts, that a forward brings to the device."""
         return sum(block.loaded_bytes for block in self.blocks)
 
     @property
     def dense_read_bytes(self) -> int:
-        """Bytes of these weights that a forward reads if none of them are in RAM."""
+        """Bytes of weights, without streamed experts, that a forward reads if none are in RAM."""
         return sum(block.read_bytes for block in self.blocks)
 
     @property
     def dense_gradient_bytes(self) -> int:
-        """Bytes of the gradients of these weights that leave the device."""
+        """Bytes of the gradients of these weights (without streamed experts) that leave the device."""
         return sum(block.gradient_bytes(self.param_itemsize) for block in self.blocks)
 
     @property
     def decoded_numel(self) -> int:
-        """Packed weights that every forward decodes."""
+        """Number of packed weights that every forward decodes."""
         return sum(block.decoded_numel for block in self.blocks)
 
     @property
@@ -326,17 +324,17 @@ class ModelProfile:
         return self.batch_size * self.sequence_length
 
     def fused(self, how: Fusion) -> ModelProfile:
-        """Return this profile with layers whose operations between products are fused. "compile": each run of them is
-        one kernel, as those of `torch.compile` are at best. "liger": those of each module are, as with the kernels of
-        Liger for norms, gates and positions."""
+        """Return this profile with layers whose operations between products are fused. "compile": consecutive ones are
+        one kernel, as with `torch.compile` at best. "liger": the ones of each module are one kernel, as with Liger's
+        kernels for norms, gates and positions."""
         blocks = (
             replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks
         )
         return replace(self, blocks=tuple(blocks))
 
     def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
-        """Return this profile with measured chances of experts. ``counts``: by layer, the number of tokens of each
-        expert. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
+        """Return this profile with measured chances of experts. ``counts``: the number of tokens of each expert, by
+        layer. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
         layers = {block.name: block.experts for block in self.blocks}
         if unknown := [name for name in counts if layers.get(name) is None]:
             raise ValueError(f"the routing histogram has the layer {unknown[0]}, which has no streamed experts")

@@ -82,7 +82,7 @@ class TrainingSetup:
     sequence_ranks: int = 1
     """Ranks that share each row. Profiles count the tokens of one of them."""
     shared_key_bytes: int = 0
-    """Bytes of a rank's part of the RAM in which these ranks have keys, values and sums of their gradients."""
+    """Bytes of a rank's part of the RAM in which ranks share keys, values and sums of their gradients."""
     ssd_capacity_bytes: int | None = None
     """Limit for bytes on the SSDs. None is their capacity."""
     activation_cpu_bytes: int | None = None
@@ -99,7 +99,7 @@ class TrainingSetup:
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
     parked_share: float | None = 0.0
-    """The share of updates in backward that wait for the next forward. None is the best."""
+    """The share of updates in backward that wait for the next forward. None stands for the best share."""
     lent_bytes: int = 0
     """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False
@@ -125,7 +125,7 @@ class TrainingSetup:
     gradients: tuple[BlockGradient, ...] = ()
     """All held gradients, in forward order. Empty if they may not use the RAM beside activations."""
     num_held_chunks: int = 0
-    """Chunks of gradients that have buffers."""
+    """Number of chunks whose held gradients have buffers."""
     turnaround_bytes: int = 0
     """Bytes of the last layers' weights, which are still in slots when backward begins."""
     solver: Solver = "algorithm_1"
@@ -133,15 +133,16 @@ class TrainingSetup:
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts without tokens in a step are updated later."""
     least_moved_rows: int = 0
-    """Rows of one rank for one expert that another rank of the node may compute, so that ranks have equally many. 0: no
-    rank computes rows for another's expert."""
+    """Least number of rows of one rank for one expert that another rank of the node may compute, to balance rows. 0 if
+    no rank computes rows for another rank's expert."""
     cluster: Cluster = ONE_RANK
     """Budgets, records and micro-batches count one rank, and SSDs its node."""
     copy_cpu_bytes: int | None = None
     """RAM of each rank for its node's copy of all weights, if the collectives keep it in RAM. None is an equal share of
     the weights."""
     copy_ssd_bytes: int | None = None
-    """Bytes of this copy on the node's SSDs, if the collectives keep it there. None is the weights of other nodes."""
+    """Bytes of this copy on the node's SSDs, if the collectives keep it there. None means all weights of other
+    nodes."""
     counts_fill: bool = True
     """Whether pipelines take time to fill and drain. In LoHan's equations they take none."""
 
@@ -208,12 +209,12 @@ class RankPrediction:
     bytes_by_collective: dict[CollectiveName, int]
     """Bytes that one node sends to others in a step."""
     sent_bytes: dict[SentAs, int]
-    """Bytes that one rank sends in a step, to ranks of its node too, by the names in the `sent_bytes` of a run's
-    summary. Rows of experts and of embeddings are "tokens". What ranks of a node read in memory that they share is not
-    sent."""
+    """Bytes that one rank sends in a step, including bytes to ranks of its node, by the names of `sent_bytes` in a
+    run's summary. Rows of experts and of embeddings are "tokens". Bytes that ranks of a node read in shared memory do
+    not count."""
     link_bytes: LinkBytes
     exact_link_bytes: LinkBytes
-    """The same bytes if nothing is rounded within a node."""
+    """`link_bytes` if nothing is rounded within a node."""
     between_gpus: LinkBytes
     """Bytes that one GPU gets from the others of its node, and sends to them, in a step: weights (`h2d`), and gradients
     (`d2h`)."""
@@ -321,11 +322,11 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True)
 class SolvedPlan:
-    """What one solver has found."""
+    """The result of one solver."""
 
     name: SolverName
     step_s: float
-    """The sum of lanes."""
+    """Seconds of a step by the sum of lanes, without a simulation."""
     simulated_step_s: float | None
     """None with several ranks."""
     written_bytes: int
@@ -353,8 +354,8 @@ class OffloadPlan:
     resident: tuple[RecordTraffic, ...]
     """Records with a copy in RAM."""
     activations: ActivationPlacements
-    """By layer in forward order, the placements of its input (`INPUT`, never recomputed) and of the operations in the
-    model profile. A layer's other operations are recomputed, unless everything is kept."""
+    """For each layer in forward order, the placements of its input (`INPUT`, never recomputed) and of its operations in
+    the model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
     parked_share: float = 0.0
     """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
@@ -366,10 +367,10 @@ class OffloadPlan:
     num_micro_batches: int
     """Number of forwards and backwards in a step. Each moves the weights."""
     num_together: int
-    """Number of micro-batches that run together in each of these."""
+    """Number of micro-batches that run together in each forward and backward."""
     num_params: int
     least_device_bytes: int
-    """Memory of the device that the step needs at least, with these slots and whatever activations it keeps."""
+    """Least memory of the device for the step with these slots, over all choices of kept activations."""
     chunk_tokens: int | None = None
     """Tokens that a layer computes at a time; None if layers run whole."""
     other_order_step_s: float | None = None
@@ -383,7 +384,7 @@ class OffloadPlan:
     solver: SolverName = "algorithm_1"
     """The solver whose plan this is."""
     solvers: tuple[SolvedPlan, ...] = ()
-    """What the compared solvers have found."""
+    """The results of the compared solvers."""
     fetch_ahead: int = FETCH_AHEAD
     """Number of layers whose activations are fetched before their backward."""
     layers_leaving: int = LAYERS_LEAVING

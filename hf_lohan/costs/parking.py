@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 
 def spread_share(numels: Sequence[float], share: float) -> list[bool]:
-    """Return which of the chunks, with `numels` elements each, in forward order, make up ``share`` of the elements.
-    After every chunk, at most ``share`` of the elements so far is chosen."""
+    """Return whether each chunk is chosen, so that the chosen chunks have ``share`` of all elements. `numels`: elements
+    of each chunk, in forward order. After every chunk, at most ``share`` of the elements so far is chosen."""
     chosen, owed = [], 0.0
     for numel in numels:
         owed += share * numel

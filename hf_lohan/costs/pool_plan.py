@@ -12,9 +12,9 @@ fragment. Pools have fixed shares and cannot starve each other, so no deadlock i
 * recall buffers, to which spilled gradients return from the SSD, and in which they are summed if a step sums
   unexpectedly.
 
-RAM beside swapped activations also holds gradients without buffers (`search/candidate_memory`). Nothing ever waits for
-this RAM. If each gradient comes once per step, it may hold all gradients, and the plan weighs that against copies of
-records.
+RAM that swapped activations do not use also holds gradients, without buffers of a pool (`search/candidate_memory`).
+Nothing ever waits for this RAM. If each gradient comes once per step, it may hold all gradients, and the plan weighs
+that against copies of records.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DECODING_BYTES_PER_CODE = 14
 
 ADDED_SHARE = 8
 """Gradients that devices add, and codes that they decode, take at most 1 / `ADDED_SHARE` of `gpu_memory` if chunks can
-be so small."""
+be small enough."""
 LINK_TILE_NUMEL = 1 << 20
-"""Elements of a gradient that a device widens and adds at once."""
+"""Number of elements of a gradient that a device widens and adds at once."""
 
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
@@ -63,8 +63,8 @@ MIN_EXPERT_SLOTS = 2
 GOOD_EXPERT_SLOTS = 8
 """Slots of experts if layers leave room. While some experts compute, others are read together."""
 EXPERT_SHARE = 8
-"""More slots of experts take at most 1 / `EXPERT_SHARE` of `gpu_memory`. Experts in slots are not loaded again when
-backward or a layer's backward begins, but kept activations save more time."""
+"""Slots beyond `GOOD_EXPERT_SLOTS` take at most 1 / `EXPERT_SHARE` of `gpu_memory`. They save loads when the backward
+of the model or of a layer begins. But kept activations save more time, so they get the rest."""
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
@@ -150,15 +150,15 @@ class PoolRequest:
     stages_codes: bool = False
     """Whether packed weights pass through host buffers, and are decoded from there."""
     coded_block_bytes: int = 0
-    """Bytes of the largest payload in which a block goes to the device. 0 if blocks go there as they are."""
+    """Bytes of the largest payload in which a block goes to the device. 0 if blocks go there unchanged."""
     coded_gradient_bytes: float = 0.0
-    """Bytes of an element of a gradient that is coded on the device. 0 if none is."""
+    """Bytes of an element of a gradient that is coded on the device. 0 if gradients are not coded."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
     """Size of the smallest chunks, in whole granules. Larger chunks are 2, 4, ... times as large."""
     whole_numel: int = 0
     """Elements of the largest unit whose parameter the optimizer needs whole, that is, in one chunk."""
     multiplies_whole: bool = False
-    """Whether the update of such a parameter multiplies matrices on the device."""
+    """Whether the update of a whole parameter multiplies matrices on the device."""
     rows_granule_bytes: int = 0
     """Bytes of the largest granule of a block of which only rows come to the device. 0 if there is none."""
     num_rows_buffers: int = 1
@@ -189,8 +189,9 @@ class PoolRequest:
         return self.stages_params or self.stages_codes
 
     def unpacking_bytes(self, staging_buffer_bytes: int) -> int:
-        """Memory of the device in which weights are decoded: scales of a block and, where its memory is not the host's,
-        codes of a staging buffer with their indices and float32 values. Each kind of loader has its own."""
+        """Return the device memory in which weights are decoded. It has the scales of a block. If device memory is not
+        host memory, it also has the codes of a staging buffer, with their indices and float32 values. Each kind of
+        loader has its own."""
         if not self.stages_codes:
             return 0
         largest_bytes = max(block.scales_bytes for block in self.blocks)
@@ -199,14 +200,14 @@ class PoolRequest:
         return num_lanes * (largest_bytes + of_codes)
 
     def payload_bytes(self, chunk_numel: int) -> int:
-        """Memory of the device for payloads of its link: of one block, where its memory is not the host's, and of the
-        gradient of one chunk. And for an expert of another rank, with a gradient that waits to be added. And for
-        gradients that devices add."""
+        """Return the device memory for payloads of the link, and for gradients that devices add. Payloads are those of
+        the gradient of one chunk and, if device memory is not host memory, of one block. In this case there is also
+        memory for an expert of another rank, and for a gradient that waits to be added."""
         block_bytes = self.coded_block_bytes + 2 * self.lent_expert_bytes if self.stages_params else 0
         return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel) + self.added_bytes(chunk_numel)
 
     def added_bytes(self, chunk_numel: int) -> int:
-        """Memory of the device for gradients that devices add: those that arrive, those of other devices, and their
+        """Return the device memory for gradients that devices add: those that arrive, those of other devices, and their
         sum."""
         if self.num_adding_devices == 1:
             return 0
@@ -215,12 +216,12 @@ class PoolRequest:
 
     @property
     def whole_bytes(self) -> int:
-        """RAM for the update of such a parameter beside its buffers."""
+        """RAM for the update of a parameter that the optimizer needs whole, in addition to its buffers."""
         return self.whole_numel * WHOLE_UPDATE_BYTES
 
     @property
     def whole_device_bytes(self) -> int:
-        """Device memory for that update beside the slots."""
+        """Device memory for the update of a parameter that the optimizer needs whole, in addition to the slots."""
         return self.whole_numel * WHOLE_DEVICE_BYTES if self.stages_params and self.multiplies_whole else 0
 
 
@@ -253,7 +254,7 @@ class PoolPlan:
     codecs."""
     rows_buffer_bytes: int = 0
     rows_bytes: int = 0
-    """Bytes of one host buffer for rows of a table, and of all."""
+    """Bytes of one host buffer for rows of a table, and of all these buffers."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -450,9 +451,9 @@ def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_staging: int, spare: int) -> int:
-    """Return more than one if the largest record with states bounds chunks, because little of the model is trained but
-    all weights are read. A buffer is at most half a block, so that one is read while another is copied. ``spare``:
-    number of unused buffers of a chunk's size."""
+    """Return the number of chunks in a staging buffer. It is more than one if chunks are small because little of the
+    model is trained, while all weights are read. A buffer is at most half a block, so that one is read while another is
+    copied. ``spare``: number of unused buffers of a chunk's size."""
     if chunk_numel < max(sum(block.unit_numels) for block in request.blocks):
         return 1
     largest_bytes = max(block.param_bytes for block in request.blocks)
@@ -484,14 +485,14 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
     """Return the number of buffers that arriving gradients need beside held ones, so that a step always makes progress.
 
-    A parameter fills all chunks inside it at the same time. Only the chunks that it shares with its neighbours wait for
-    these, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the
+    A parameter fills all chunks inside it at the same time. A chunk that it shares with neighbours waits for their
+    gradients, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the
     pipeline. The pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
 
     The same is true of half buffers. The pool has enough for arriving and held gradients, and a new gradient fits any
     returned half. If gradients are unexpectedly float32 (from micro-batches that ran together), each needs a whole
-    buffer. Held halves do not block these gradients, because such a step holds nothing in RAM, and the pipeline works
-    off what the previous step holds. If only some gradients have 2 bytes per element, each gets a whole buffer.
+    buffer. Held halves do not block these gradients. This step holds nothing in RAM, and the pipeline frees the halves
+    of the previous step. If only some gradients have 2 bytes per element, each gets a whole buffer.
     """
     return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 

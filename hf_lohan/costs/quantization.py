@@ -23,14 +23,14 @@ DEFAULT_BLOCK = 64
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LARGEST_BLOCK = BLOCK_SIZES[-1]
 SCALES_PER_SCALE = 256
-"""Scales that share a scale of their own."""
+"""Number of scales that share a scale."""
 SCALE_ALIGN_BYTES = 64
 DECODED_PER_S = 2e9
-"""Weights that a CPU decodes in a second: measured with two cores, which also copy and check what they read."""
+"""Weights that a CPU decodes in a second. Measured with two cores, which also copy and verify the codes."""
 MOVED_BYTES_PER_DECODED = 15
 """Bytes of device memory that torch's operations read and write for each weight that a device decodes."""
 DEVICE_MEMORY_BYTES_PER_S = 5e11
-"""For a device whose rate is not known."""
+"""Assumed bandwidth of a device's memory if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class EncodedMatrix:
 
 
 EncodedWeights: TypeAlias = tuple[tuple[str, tuple[EncodedMatrix, ...]], ...]
-"""By the name of a parameter, the matrices that follow each other in each of its units (an expert, or the whole)."""
+"""The consecutive matrices of each unit (an expert, or the whole parameter), by the parameter's name."""
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -100,7 +100,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """In which form frozen weights are stored."""
+    """The form in which frozen weights are stored."""
 
     method: str = "auto"
     """"nf4" and "fp4" store 4 bits a weight, "int8" 8; "none" stores the working dtype; "auto" keeps the form of the
@@ -113,7 +113,7 @@ class Quantization:
     """Elements that share a scale."""
 
     skip: tuple[str, ...] = ()
-    """Modules that stay as they are, by name or by the end of the name."""
+    """Modules that are not quantized, by name or by the end of the name."""
 
     weights: EncodedWeights = field(default=(), repr=False)
     """Packed weights that have the form of their checkpoint. `method` is then the checkpoint's."""
@@ -170,7 +170,7 @@ class Quantization:
         return bool(self.weights) or self.method in PACKED_METHODS
 
     def to_setting(self) -> str | dict[str, Any]:
-        """The setting in JSON's types: a word if the rest is at its default, else a table."""
+        """Return the setting in JSON's types: a word if the other fields have their defaults, else a table."""
         if self.weights:
             groups: dict[tuple[EncodedMatrix, ...], list[str]] = {}
             for name, matrices in self.weights:
@@ -184,14 +184,14 @@ class Quantization:
         return {"method": self.method, "double": self.double, "block": self.block, "skip": list(self.skip)}
 
     def codes_bytes(self, numel: int) -> int:
-        """Bytes of the codes of ``numel`` elements."""
+        """Return the bytes of the codes of ``numel`` elements."""
         return -(-numel // 2)
 
     def num_scales(self, numel: int) -> int:
         return -(-numel // self.block)
 
     def scales_bytes(self, numel: int) -> int:
-        """Bytes of the scales of a weight of ``numel`` elements, aligned."""
+        """Return the bytes of the scales of a weight of ``numel`` elements, aligned."""
         num_scales = self.num_scales(numel)
         num_bytes = 4 * num_scales
         if self.double:

@@ -1,5 +1,5 @@
-"""Computes what a step reads of each record, and chooses the records with a copy in RAM, which save the most SSD reads
-per byte."""
+"""Computes the bytes that a step reads of each record, and chooses the records with a copy in RAM. These save the most
+SSD reads per byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.costs.pool_plan import BlockShape, SizeClass
 PARAM = "param"
 """The kind of records that passes read. Updates read all kinds."""
 FETCHED_KINDS = (PARAM, "codes", "scales")
-"""The kinds that passes read where weights are packed."""
+"""The kinds that passes read if weights are packed."""
 ROWS_SHARE = 16
 """A forward is assumed to read 1 / `ROWS_SHARE` of a table of which only rows come to the device. Its batch is not
 known when copies are chosen."""
@@ -28,7 +28,7 @@ class RecordTraffic:
     read_bytes_per_step: int
     """Bytes that a step reads from the SSD without a copy. A copy saves no writes, because commits need them."""
     update_read_bytes: int = 0
-    """The part of these bytes that the optimizer reads."""
+    """The part of `read_bytes_per_step` that the optimizer reads."""
     is_expert_weight: bool = False
     """Whether the record is an expert's weights, which only steps with tokens for the expert read in full."""
 
@@ -41,10 +41,10 @@ def step_traffic(
     num_slots: Mapping[SizeClass, int],
     num_micro_batches: int = 1,
 ) -> list[RecordTraffic]:
-    """Return what one step reads of each record, with blocks in forward order. `state_itemsizes`: bytes per parameter,
-    by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of a forward are the
-    first of the backward. The last blocks of a backward are the first of the next forward, if no update comes between
-    them. An update reads all records again. Every micro-batch is assumed to reach every expert."""
+    """Return the traffic of each record in a step, with blocks in forward order. `state_itemsizes`: bytes of a
+    parameter by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of a forward
+    are the first of the backward. The last blocks of a backward are the first of the next forward, if no update comes
+    between them. An update reads all records again. Every micro-batch is assumed to reach every expert."""
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     num_kept = num_slots[SizeClass.LAYER]

@@ -1,6 +1,6 @@
 """Streams, events, copies and pinned host memory behind one interface (`Device`), for CUDA and for CPU.
 
-All higher rooms use only the interface, so tests on a CPU run the same engine as a GPU. No other room names
+All other packages use only the interface, so tests on a CPU run the same engine as a GPU. No other package uses
 `torch.cuda`.
 """
 

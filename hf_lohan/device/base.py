@@ -46,16 +46,17 @@ class DeviceGroup(ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send tensors to members, and fill tensors with those that members send, all at once. A CUDA device enqueues
-        this on its present stream. Raises RuntimeError if another member has left."""
+        """Send tensors to members, and receive tensors from members, all in one exchange. A CUDA device enqueues the
+        exchange on its current stream. Raises RuntimeError if another member has left."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End all exchanges, now and later. What they had to fill has no values. Any thread may call this."""
+        """End all present and later exchanges. The values of the tensors that they receive are undefined. Any thread
+        may call this."""
 
 
 class DeviceHasher(ABC):
-    """Hashes device memory with the bits of xxh3, in the order of a lane."""
+    """Computes xxh3 hashes of device memory, in the order of a lane."""
 
     @abstractmethod
     def covers(self, tensor: Tensor) -> bool:
@@ -68,11 +69,11 @@ class DeviceHasher(ABC):
     @abstractmethod
     def hashes(self, content: Tensor, piece_bytes: int, lane: Lane) -> Tensor:
         """Return the hash of each piece of ``content``, uint8 [num_bytes], as int64 [pieces]. ``lane`` has waited for
-        the work that fills the memory. Blocks until its earlier work is done."""
+        the work that fills the memory. Blocks until earlier work of ``lane`` is done."""
 
     @abstractmethod
     def zero(self, content: Tensor) -> None:
-        """Enqueue zeros on H2D."""
+        """Fill memory with zeros. The work is enqueued on H2D."""
 
 
 class Device(DeviceMemory):
@@ -84,14 +85,14 @@ class Device(DeviceMemory):
     * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
     * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
       D2H_ASIDE may use memory that H2D filled, after the host has synchronized with a later event of COMPUTE, or
-      memory that D2H filled, after the host has synchronized with the event of that;
+      memory that D2H filled, after the host has synchronized with the event of that copy;
     * host memory is read or reused only after `synchronize()` of the event of the copy that uses it.
     """
 
     memory_is_host: bool = False
     """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
     is_integrated: bool = False
-    """Whether the device has no memory beside the host's."""
+    """Whether the device uses host memory and has none of its own."""
     shares_cores: bool = False
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True
@@ -137,14 +138,14 @@ class Device(DeviceMemory):
     def run(
         self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
-        """Enqueue ``work`` on a copy lane, and record it in the timeline: operations that read device memory, which the
-        same lane filled or for which it waited, and fill other device memory."""
+        """Enqueue ``work`` on a copy lane, and record it in the timeline. Its operations fill the device memory
+        ``fills``, and read the device memory ``reads``, which this lane has filled or waited for."""
         with self.timeline.task(lane.in_timeline, name, num_bytes=fills.nbytes):
             work()
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
         """Enqueue `dst.copy_(src)` on COMPUTE, for a few numbers that the host needs soon. `dst` is memory from
-        `host_empty`. It has the numbers when the returned event is reached."""
+        `host_empty`, and has the numbers when the returned event is reached."""
         dst.copy_(src, non_blocking=True)
         return self.record(Lane.COMPUTE)
 
@@ -153,7 +154,7 @@ class Device(DeviceMemory):
         """Have later work of `lane` start after `event`. On a GPU this does not block the host."""
 
     def in_this_lane(self) -> AbstractContextManager[object]:
-        """Return a context for another thread, in which its compute goes to the calling thread's lane."""
+        """Return a context for another thread, in which COMPUTE is the lane COMPUTE of the thread that calls this."""
         return contextlib.nullcontext()
 
     def enter_thread(self) -> None:
@@ -175,25 +176,25 @@ class Device(DeviceMemory):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Return how many bytes this process could still allocate, without the bytes of its tensors."""
+        """Return how many more bytes this process could allocate, in addition to its present tensors."""
 
     def memory_peak(self) -> MemoryPeak | None:
         """Return the peaks since the process began or torch's counters were reset, or None if the device does not
-        count. Does not wait."""
+        measure them. Does not wait."""
         return None
 
     @property
     def identity(self) -> str:
-        """What identifies the physical device on its machine."""
+        """An identifier of the physical device on its machine."""
         return str(self.torch_device)
 
     def why_no_group(self, identities: Sequence[str]) -> str:
-        """Return why this device and those with these identities cannot send to each other; "" if they can."""
+        """Return why this device and the devices with ``identities`` cannot send to each other; "" if they can."""
         return f"this run computes on the {self.torch_device.type}, and only CUDA devices send to each other"
 
     def open_group(self, store: Any, member: int, num_members: int) -> DeviceGroup:
-        """Make a group with devices of other processes, which all call this together. ``store``: a store of
-        torch.distributed, without keys of others, through which they find each other. Raises RuntimeError."""
+        """Make a group with devices of other processes. All processes call this together. They find each other through
+        ``store``, a store of torch.distributed without other keys. Raises RuntimeError."""
         raise RuntimeError(self.why_no_group([]))
 
     def give_back_unused(self) -> None:

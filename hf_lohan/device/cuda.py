@@ -75,7 +75,7 @@ class _CudaStamp(Stamp):
 
 
 class _Span:
-    """Bytes of device memory, for `torch.as_tensor`, whose storage keeps this object alive."""
+    """A range of device memory for `torch.as_tensor`. The storage of that tensor keeps this object alive."""
 
     def __init__(self, memory: Tensor, start: int, num_bytes: int) -> None:
         self._memory = memory
@@ -134,7 +134,7 @@ class _NcclGroup(DeviceGroup):
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         for work in begin_sends(self._group, sends, receives):
-            work.wait()  # the present stream waits, and not the host
+            work.wait()  # the current stream waits, and not the host
 
     def abort(self) -> None:
         self._group.abort()
@@ -149,7 +149,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.grows_segments = grow_segments(index)
         self.is_integrated = bool(torch.cuda.get_device_properties(index).is_integrated)
-        # Other allocators know only memory that they gave, and fail for a part of it (`record_stream`).
+        # `record_stream` of other allocators fails for a part of their memory.
         self.plans_addresses = torch.cuda.get_allocator_backend() == "native"
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._pinning = HostPinning(torch.cuda.cudart(), partial(_take_error, self.torch_device))
@@ -230,7 +230,7 @@ class CudaDevice(Device):
         return stream
 
     def enter_thread(self) -> None:
-        # torch itself skips cudaSetDevice for the device that a thread begins with, which has no context yet.
+        # torch skips cudaSetDevice for the initial device of a thread, although this thread has no context of it yet.
         with torch.cuda.device(self.torch_device):
             torch.cuda.Event().record(self._copy_streams[Lane.D2H_ASIDE])
 

@@ -1,9 +1,9 @@
-"""Device memory for the tensors that this library allocates itself: swapped tensors that come back, what layers in
-chunks write to, their keys and values, and sums of gradients.
+"""Device memory for the tensors that this library allocates itself: swapped tensors that return to the device, outputs,
+keys and values of layers that run in chunks, and sums of gradients.
 
-Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass all tensors
-that the pass frees get planned addresses (`costs.address_plan`). Tensors that share addresses have a block of memory,
-which exists from the first of them to the last. So these tensors leave no holes between those of PyTorch's kernels.
+Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass, tensors that
+are freed before its end get planned addresses (`costs.address_plan`). Tensors that share addresses are in one block of
+memory, which exists from the first of these tensors to the last. So they leave no holes between other tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_lohan.costs.address_plan import aligned, plan_addresses
 from hf_lohan.device.lanes import DeviceMemory, Event, Lane
 
 _MOST_PLANS = 64
-"""Plans of passes that are remembered, such as those of batches of different lengths."""
+"""Number of plans that are remembered. Passes of batches of different lengths have different plans."""
 
 
 @dataclass(eq=False, slots=True)
 class _ArenaTensor:
-    """A tensor of a pass. Times are numbers of allocations."""
+    """A tensor of a pass. `born` and `died` are the numbers of earlier allocations of the pass."""
 
     num_bytes: int
     born: int
@@ -39,17 +39,17 @@ class _ArenaTensor:
     block: Tensor | None = None
     """None for a tensor from PyTorch's allocator, and once the tensor is vacated."""
     copies: dict[Lane, Event] = field(default_factory=dict)
-    """The last copy to or from the tensor, by lane. The tensor may be freed while it runs."""
+    """The last copy to or from the tensor on each lane. The tensor may be freed while a copy runs."""
 
     @property
     def is_vacated(self) -> bool:
-        """Whether nothing uses the memory but the lane COMPUTE."""
+        """Whether the tensor is freed and its copies are done. Only the lane COMPUTE may still use the memory."""
         return self.died is not None and all(event.is_reached() for event in self.copies.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The memory of tensors that share addresses, one after the other or beside each other."""
+    """Memory for several tensors, which use it at the same time or one after the other."""
 
     start: int
     num_bytes: int
@@ -59,45 +59,45 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _PassPlan:
-    """What an equal pass will allocate."""
+    """The allocations of a pass that will be repeated."""
 
     sizes: tuple[int, ...]
     offsets: tuple[int | None, ...]
-    """None for a tensor that is alive when the pass ends, which would keep its block."""
+    """None for a tensor that is alive when the pass ends, because it would keep its block alive."""
     blocks: tuple[_Block | None, ...]
-    """By tensor."""
+    """The block of each tensor."""
 
 
 class DeviceArena:
     """Allocates tensors at planned addresses, in blocks of memory that exist during one pass.
 
-    Work on COMPUTE is in order. A place is given again only when all copies to and from it are done. A tensor for which
-    there is no place, or that was not planned, comes from PyTorch's allocator.
+    Work on COMPUTE is in order. An address is used again only when all copies to and from it are done. A tensor that
+    has no planned address, or whose address is in use, comes from PyTorch's allocator.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
-        self._device_of_arena = weakref.ref(device)  # the device has the arena
+        self._device_of_arena = weakref.ref(device)  # the device refers to the arena
         self._lock = threading.Lock()
         self._plans: dict[Hashable, _PassPlan] = {}
-        """By pass and size of its first tensor, the latest last."""
+        """Maps (pass, bytes of its first tensor) to a plan. The latest plan is last."""
         self._name: Hashable | None = None
-        """The pass. None between passes."""
+        """The name of the present pass. None between passes."""
         self._plan: _PassPlan | None = None
         self._blocks: dict[_Block, Tensor] = {}
         """Blocks of the present pass whose last tensor has not been placed."""
         self._lane: object = None
-        """The lane COMPUTE of the blocks."""
+        """The lane COMPUTE on which the blocks are allocated."""
         self.block_bytes = 0
         """Bytes of all blocks of the present pass so far."""
         self._of_pass: list[_ArenaTensor] = []
         self._alive: list[_ArenaTensor] = []
-        """Pieces of this pass and earlier ones that are in use."""
+        """Tensors of this pass and earlier passes that are in use."""
         self._placed: dict[int, _ArenaTensor] = {}
-        """Those of them that are in a block, by address."""
+        """Maps addresses to the tensors that are in a block."""
         self.num_placed = 0
-        """Tensors that got a planned offset, since the start."""
+        """Number of tensors that got a planned offset, since the start."""
         self.num_unplaced = 0
-        """Other tensors."""
+        """Number of other tensors."""
 
     @property
     def _device(self) -> DeviceMemory:
@@ -106,8 +106,7 @@ class DeviceArena:
         return device
 
     def begin_pass(self, name: Hashable | None) -> None:
-        """End the present pass and begin another one. None begins none, and so does a device without planned
-        addresses."""
+        """End the present pass and begin another one. With None, or without planned addresses, no pass begins."""
         if not self._device.plans_addresses:
             return
         with self._lock:
@@ -136,7 +135,7 @@ class DeviceArena:
             else:
                 self.num_placed += 1
                 self._placed[memory.data_ptr()] = piece
-                # A view of the memory would not do, because autograd restricts writes to views.
+                # The tensor is not a view of the memory, because autograd restricts writes to views.
                 with torch.no_grad():
                     tensor = torch.empty(0, **form).set_(memory.untyped_storage(), 0, tuple(size), strides)
             piece.memory = StorageWeakRef(tensor.untyped_storage())
@@ -144,7 +143,7 @@ class DeviceArena:
             return tensor
 
     def free_blocks(self) -> None:
-        """Free the blocks that no tensor uses or will use. Other calls do so too."""
+        """Free the blocks that no tensor uses or will use. Other methods free them too."""
         with self._lock:
             self._note_deaths()
 
@@ -164,7 +163,7 @@ class DeviceArena:
                     piece.copies[lane] = event
 
     def _note_deaths(self) -> None:
-        """Note which tensors have been freed, and forget those whose copies are done."""
+        """Note which tensors have been freed, and forget the freed tensors whose copies are done."""
         for piece in self._alive:
             if piece.died is None and piece.memory is not None and piece.memory.expired():
                 piece.died = len(self._of_pass)
@@ -179,7 +178,7 @@ class DeviceArena:
         self._alive = alive
 
     def _place(self, piece: _ArenaTensor) -> Tensor | None:
-        """Return the piece's planned memory, or None if it has none or it is in use."""
+        """Return the planned memory of ``piece``. None if it has no plan, or if that memory is in use."""
         number = piece.born
         if number == 0:
             self._plan = self._plans.get((self._name, piece.num_bytes))

@@ -57,8 +57,8 @@ def _kind(first: int, second: int, with_nvlink: set[frozenset[str]]) -> LinkKind
 
 
 def reaches(first: int, second: int, driver: str = _DRIVER) -> bool:
-    """Return whether a GPU reaches the memory of another. This asks the driver, which makes no context for the answer;
-    torch would make one on the first GPU. Raises RuntimeError if the driver does not answer."""
+    """Return whether a GPU reaches the memory of another. This asks the driver, because torch would make a context on
+    the first GPU. Raises RuntimeError if the driver does not answer."""
     try:
         cuda = ctypes.CDLL(driver)
         numbers, can_access = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
@@ -79,7 +79,7 @@ def uuid_of(index: int) -> str:
 
 
 def why_not_linked(own: str, identities: Sequence[str]) -> str:
-    """Return why the GPU with the UUID ``own`` cannot reach those with ``identities``; "" if it can."""
+    """Return why the GPU with the UUID ``own`` cannot reach the GPUs with ``identities``; "" if it can."""
     index_of = {uuid_of(index): index for index in range(torch.cuda.device_count())}
     for other in identities:
         if other == own:

@@ -80,13 +80,13 @@ _FORMER_NAMES: _Names = (
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-"""Names of limits, of the use, and in `memory.stat` of cached files, which the kernel frees: of versions 2 and 1 of
-control groups."""
+"""Names of the files with limits and use, and names in `memory.stat` of cached files, which the kernel can free.
+`_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
 
 
 def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
-    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
-    of the use and of cached files. A container may show its own group as the root."""
+    """Yield (folder, limit, name of the use, names of cached files) for each memory limit of this process's control
+    groups. A container may show its own group as the root."""
     try:
         lines = _OWN_CGROUPS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux

@@ -119,7 +119,7 @@ class HostStack:
             for read in self._reads:
                 read.event.synchronize()
             self._reads.clear()
-            self._allocate(0)  # both would not fit; and if there is no memory, the stack is empty
+            self._allocate(0)  # frees the old memory first; if the next call fails, the stack is empty
             self._allocate(num_bytes)
 
     @property
@@ -146,7 +146,7 @@ class HostStack:
 
     def push(self, num_bytes: int) -> tuple[int, Tensor] | None:
         """Allocate at the bottom. Returns the start, which `free` needs, and the memory, uint8 [num_bytes], or None if
-        there is no room. The caller enqueues copies to it after earlier copies from it."""
+        there is no room. The caller enqueues copies to the memory after earlier copies from it."""
         with self._lock:
             start = self._bottom.push(num_bytes, leave=self._top.in_use)
             self._note_use()

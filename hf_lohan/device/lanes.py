@@ -58,7 +58,7 @@ class DeviceMemory(ABC):
 
     torch_device: torch.device
     plans_addresses: bool = True
-    """Whether `arena` gives planned places. Otherwise PyTorch's allocator gives all."""
+    """Whether `arena` plans addresses. Otherwise all tensors come from PyTorch's allocator."""
 
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
@@ -66,14 +66,14 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
-        """Return bytes of memory from `empty` as a uint8 tensor [num_bytes], whose storage is its own and keeps
-        ``memory`` alive. Copies from or to this tensor are noted in the arena (`DeviceArena.note_copy`)."""
+        """Return a range of memory from `empty` as a uint8 tensor [num_bytes]. The tensor has its own storage, which
+        keeps ``memory`` alive. Copies from or to this tensor are noted in the arena (`DeviceArena.note_copy`)."""
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        """Return an event at the present end of `lane`. On COMPUTE, it marks the end of all uses of `tensors`, and of
-        `reads`, which were only read, so that copies from them may begin earlier."""
+        """Return an event at the present end of `lane`. On COMPUTE, it marks the end of all uses of `tensors` and
+        `reads`. `reads` were only read, so copies from them may begin earlier."""
 
     def compute_lane(self) -> object:
-        """Return what identifies the lane COMPUTE of the calling thread."""
+        """Return an identifier of the lane COMPUTE of the calling thread."""
         return None

@@ -1,8 +1,8 @@
 """Executes a plan: streams blocks through the device, gradients to the host, and states through the optimizer.
 
-`drain_model` or the streamed load writes a parameter to the store, which `tiers` opens. When `model_hooks` see that its
-block is needed, `weights` loads the block. `model_pass` passes the gradient to `updates`, which writes the parameter's
-next version, and `commits` commits that. `build` makes the parts, and `engine` connects them.
+`tiers` opens the store, to which `drain_model` or the streamed load writes parameters. When `model_hooks` see that a
+block is needed, `weights` loads it. `model_pass` passes a gradient to `updates`, which writes the parameter's next
+version. `commits` commits the new versions. `build` makes the parts, and `engine` connects them.
 """
 
 from hf_lohan.engine.commits import Journal

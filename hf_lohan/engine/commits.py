@@ -122,7 +122,7 @@ class StepCommits:
         return self._store.num_homes > 1
 
     def leave_to_journal(self) -> None:
-        """Leave it to the owner of the journal to call `request` for each step from now on."""
+        """From now on, commit a step only if the owner of the journal calls `request`."""
         self.each_step = False
 
     def describe_first(self, describe: Describe) -> None:

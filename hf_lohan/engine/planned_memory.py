@@ -140,7 +140,7 @@ class PlannedMemory:
 
     def expect_micro_batches(self, num_together: int) -> bool:
         """Expect that this many forwards run before the first backward, and return whether that is a new maximum. In
-        that case placements are chosen again, because the last step of an epoch may have fewer micro-batches."""
+        that case placements are chosen again, because earlier steps may have had fewer micro-batches."""
         if num_together <= self.num_together:
             return False
         self.num_together = num_together

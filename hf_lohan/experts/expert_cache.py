@@ -28,7 +28,7 @@ class _Entry:
 
 class ExpertCache:
     """A `WeightSource` whose policy decides which experts have a copy in RAM. A cached expert is copied to its slot.
-    Any other expert is read, to the cache first if the policy keeps it.
+    Any other expert is read to its slot, through the cache if the policy keeps it.
 
     The policy counts loads, because an expert that stays in a slot needs no copy in RAM. One thread loads. Other
     threads may call `has` and `end_pass`.
@@ -68,7 +68,7 @@ class ExpertCache:
         self._source.finish_loads()
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Begin a load. A block that running updates have not written completely does not go through the cache."""
+        """Begin a load. A block whose updates are still being written does not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:

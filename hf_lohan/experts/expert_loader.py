@@ -35,8 +35,8 @@ class ExpertLoader(LocalLoader):
     ) -> None:
         """``layers`` are the experts of each layer, in forward order. Only the loading thread uses ``source``.
         ``is_in_ram`` returns whether a block has a copy in RAM, for the figures. The computing thread calls
-        ``on_pass_end``. ``own`` returns whether this process loads the block. Numbers of experts are those among the
-        layer's experts that it loads, which may be none."""
+        ``on_pass_end``. ``own`` returns whether this process loads the block. The number of an expert is its index
+        among the experts of the layer that this process loads."""
         self._on_pass_end = on_pass_end
         self._first_experts = [experts[0] for experts in layers]
         self._experts = ExpertSchedule([list(filter(own, experts)) for experts in layers])
@@ -86,8 +86,8 @@ class ExpertLoader(LocalLoader):
             self._order_loads()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """Note how many of this process's tokens a forward of the layer sent to each of these experts, which are
-        numbered among all experts of the layer."""
+        """Note how many of this process's tokens a forward of the layer sent to each of ``experts``, which are indices
+        among all experts of the layer."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 
@@ -102,7 +102,7 @@ class ExpertLoader(LocalLoader):
         return RoutedRows(ranks.rank, ranks.num_nodes, before).plus(counts)
 
     def continue_rows(self, before: RoutedRows | None) -> None:
-        """Count on from the rows of the commit from which the run continues. Steps after it are dropped."""
+        """Continue the counts of the commit from which the run continues. Counts of later steps are dropped."""
         self._num_tokens = [[0] * len(of) for of in self._num_tokens]
         self._rows_before = before
 
@@ -114,7 +114,7 @@ class ExpertLoader(LocalLoader):
             self._order_loads()
 
     def acquire_arrived(self, *, but: Collection[Block]) -> tuple[Block, Slot] | None:
-        """Pin an expert as `acquire_any` does, but none of ``but``, and only if one is present. Does not wait."""
+        """Pin an expert as `acquire_any` does, if one is present that is not in ``but``. Does not wait."""
         with self._ring.lock:
             self._raise_failure()
             block = next((block for block in self._arrived if block not in but and self._is_wanted(block)), None)
@@ -127,7 +127,7 @@ class ExpertLoader(LocalLoader):
         return block, slot
 
     def acquire_any(self) -> tuple[Block, Slot]:
-        """Pin an expert that the running call has not used yet, which is the first present one or the next to arrive.
+        """Pin an expert that the running call has not used yet: the first that is present, or else the next to arrive.
         Compute enqueued from now on may use the slot. Each expert is returned once. `SlotRing.unpin` releases it."""
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=self._lane_name), self._ring.lock:

@@ -1,13 +1,13 @@
-"""Where the rows of a call of a layer's experts are computed: all in this process, or each by the rank that owns its
-expert, or by another rank of the owner's node.
+"""Decides which process computes the rows of a call of a layer's experts. This process computes all rows, or the rank
+that owns an expert computes its rows, or another rank of the owner's node does.
 
 The rows that one rank has for one expert are a *group*, which is a product of its own. So a group's result, and its
 gradients of the expert's weights, do not depend on other ranks' rows, nor on the rank that computes them. An owner adds
-the gradients of all groups in the order of the ranks that have the rows. Both together equal one process that computes
-the ranks' batches one after the other, to the bit.
+the gradients of all groups in the order of the ranks that have the rows. So the results equal those of one process that
+computes the ranks' batches one after the other, to the bit.
 
-If the ranks of a node balance their rows, each call begins with an exchange of all numbers of rows. From these all
-ranks compute which groups move (`shared_segments`), and the owners lend their experts (`lent_experts`).
+If the ranks of a node balance their rows, each call begins with an exchange of all numbers of rows. From these numbers
+all ranks compute which groups move (`shared_segments`), and the owners lend their experts (`lent_experts`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class RowGroup:
     """Tensors [n, ...] that the rank gave: its rows, and in backward also their routing weights and the gradients of
     the weighted outputs."""
     needs: tuple[bool, ...]
-    """Which results the rank needs."""
+    """Whether the rank needs each result."""
     made: tuple[Tensor | None, ...] = ()
-    """The results, [n, ...] each. None if it is not needed."""
+    """The results, [n, ...] each. A result is None if it is not needed."""
 
 
 RowGroups: TypeAlias = dict[int, list[RowGroup]]
-"""The groups that this process computes by expert, ascending, and then in rank order."""
+"""The groups that this process computes, by expert in ascending order. Groups of an expert are in rank order."""
 ComputeGroups: TypeAlias = Callable[[Call, int, RowGroups, Sequence[LentExpert]], None]
-"""Called with a call, the number of its forward, groups, whose results it makes, and the experts that this process
-lends or borrows in the call."""
+"""Makes the results of groups. It takes the kind of the call, the number of the forward, the groups, and the experts
+that this process lends or borrows in the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,14 @@ class CallRows:
 
 @dataclass
 class BalancedRows:
-    """The rows of experts in forwards so far, by rank. An index is the number of a rank."""
+    """Numbers of rows of experts in forwards so far. Lists are indexed by rank."""
 
     owned: list[int]
-    """The rows by the rank that owns their expert."""
+    """Rows of the experts that each rank owns."""
     computed: list[int]
-    """The rows by the rank that computed them."""
+    """Rows that each rank computed."""
     most_owned: int = 0
-    """The rows of the rank with the most in each forward of a layer, for which the others would wait."""
+    """Sum over all forwards of layers of the rows of the rank that owns most, for which the others would wait."""
     most_computed: int = 0
 
     def add_forward(
@@ -99,14 +99,14 @@ class ExpertPlaces(Protocol):
     """Knows which process computes which expert."""
 
     def own(self, layer: int, num_experts: int) -> Sequence[int]:
-        """Return the numbers of the experts that this process computes, ascending."""
+        """Return the indices of the experts that this process computes, in ascending order."""
 
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
-        """Run one call. Returns the results, each [n, ...] in the order of the rows. None if it is not needed, or if
-        there are no rows."""
+        """Run one call. Returns the results, each [n, ...] in the order of the rows. A result is None if it is not
+        needed, or if there are no rows."""
 
     def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
-        """Add a group's gradient of a weight to those of the earlier groups. May change ``total``."""
+        """Add a group's gradient of a weight to ``total``, the sum of the earlier groups. May change ``total``."""
 
     @property
     def is_one(self) -> bool:
@@ -114,11 +114,11 @@ class ExpertPlaces(Protocol):
 
     @property
     def lending(self) -> Lending | None:
-        """What lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own."""
+        """Lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own experts."""
 
     def rows_by_rank(self) -> BalancedRows | None:
-        """Return the rows of all forwards so far. None if each rank computes the rows of its own experts, because it
-        does not know those of the others."""
+        """Return the rows of all forwards so far. None if each rank computes its own experts, because it does not know
+        the rows of other ranks."""
 
     def close(self) -> None:
         """Take part in no more calls."""
@@ -159,11 +159,11 @@ class _Division:
         owners: Sequence[int],
         share: Callable[[Sequence[Sequence[int]], Sequence[int]], Mapping[tuple[int, int], int]],
     ) -> None:
-        """``heads``: the parts of the ranks with rows. ``owners``: the rank of each expert. ``share`` takes the numbers
-        of rows and the owners, and returns `shared_segments`."""
+        """``heads``: the call of each rank with rows. ``owners``: the rank of each expert. ``share`` takes the numbers
+        of rows and the owners, and returns the result of `shared_segments`."""
         self.heads = heads
         self.counts = [heads[rank].num_rows if rank in heads else (0,) * len(owners) for rank in range(num_ranks)]
-        """[ranks][experts]: the rows of each group."""
+        """[ranks][experts]: the number of rows of each group."""
         self._owners = owners
         self._shared = share(self.counts, owners)
         self._by = [
@@ -172,7 +172,7 @@ class _Division:
         ]
         """[ranks][experts]: the rank that computes each group."""
         self.num_sent = [[0] * num_ranks for _ in range(num_ranks)]
-        """[ranks][ranks]: how many of its choices each rank sends to each other."""
+        """[ranks][ranks]: the number of choices that each rank sends to each other rank."""
         for source, (by, of_source) in enumerate(zip(self._by, self.counts, strict=True)):
             for rank, number in zip(by, of_source, strict=True):
                 self.num_sent[source][rank] += number * (rank != source)
@@ -209,8 +209,8 @@ class OneOwnerEach:
         *,
         least_rows: int = 1,
     ) -> None:
-        """``owned`` [layers][ranks]: the numbers of the experts of each rank, ascending. With ``lending``, the ranks of
-        a node balance their rows, by groups of at least ``least_rows`` rows."""
+        """``owned`` [layers][ranks]: the indices of the experts of each rank, ascending. With ``lending``, the ranks of
+        a node balance their rows. They move only groups of at least ``least_rows`` rows."""
         self._ranks = links.ranks
         self._exchange = exchange
         self._device = device
@@ -289,7 +289,7 @@ class OneOwnerEach:
     def _returned(
         self, index: int, like: Tensor, rows: CallRows, groups: Mapping[tuple[int, int], RowGroup], division: _Division
     ) -> Tensor | None:
-        """Exchange result ``index`` of all groups. Returns that of this rank's rows, which has the form of ``like``;
+        """Exchange result ``index`` of all groups. Returns the result of this rank's rows, in the shape of ``like``;
         None if it is not needed, or if there are no rows."""
         own, num = self._ranks.rank, division.num_sent
         needing = [rank for rank, head in division.heads.items() if head.flags >> index & 1]
@@ -316,7 +316,7 @@ class OneOwnerEach:
 
 
 def _choices_of(routed: Routing, experts: Sequence[int]) -> Tensor:
-    """Return the indices of the sorted choices of these experts, which are ascending."""
+    """Return the indices of the sorted choices of ``experts``, which are ascending."""
     ends = routed.ends
     return torch.cat([torch.arange(0), *(torch.arange(ends[expert], ends[expert + 1]) for expert in experts)])
 
@@ -331,6 +331,6 @@ def _groups_of(rows: CallRows, experts: Sequence[int]) -> RowGroups:
 
 
 def _joined(groups: RowGroups, index: int) -> Tensor | None:
-    """Return one rank's result ``index``, by expert; None if it is not needed."""
+    """Concatenate result ``index`` of one rank's groups, by expert. None if it is not needed."""
     made = [part for of in groups.values() for group in of if (part := group.made[index]) is not None]
     return torch.cat(made) if made else None

@@ -7,7 +7,7 @@ backward order. The experts of a visit are known in one of three ways. The first
   all its experts are known when it begins.
 * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all are expected before the router has run.
 * *Hints*. These are the experts that earlier passes used most, or those that the layer's router chooses for the rows of
-  the previous layer, whichever was right more often. After a pass without gradients, as in generation, another one is
+  the previous layer, whichever was right more often. After a pass without gradients, as in generation, another pass is
   expected. Its first experts are loaded while the last layers and the head compute.
 
 Experts are loaded in the order of visits. The slot whose block is needed last is overwritten first. Each operation here
@@ -27,10 +27,10 @@ from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
-"""From this many rows per expert on average, all experts are expected. The probability of no row is 1/3000."""
+"""From this many rows per expert on average, all experts are expected. An expert has no row with probability 1/3000."""
 
 ExpertNumbers: TypeAlias = "dict[int, None] | range"
-"""Ordered numbers of experts with a fast lookup."""
+"""Ordered indices of experts with a fast lookup."""
 
 
 _NOT_EXPECTED = NEVER // 2
@@ -74,7 +74,7 @@ class Frequencies:
 
     @property
     def most_used(self) -> dict[int, None]:
-        """The most used experts, the most used first. The last pass used the same number of experts."""
+        """The most used experts, the most used first, as many as the last pass used."""
         if self._most_used is None:
             counts = self._log_counts
             most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
@@ -88,8 +88,8 @@ class Frequencies:
 
 
 class Trust:
-    """Which prediction of a layer's experts was right more often: past use, or the router of the layer run in advance.
-    Recent passes count most."""
+    """Knows which prediction of a layer's experts was right more often: past use, or the layer's router that runs in
+    advance. Recent passes count most."""
 
     def __init__(self) -> None:
         self._right_by_habit = 0.0
@@ -104,8 +104,8 @@ class Trust:
 
     @property
     def is_in_router(self) -> bool:
-        """Whether to load the experts that the router predicts, which is worth it if most are right. True until known.
-        The experts of past use are mostly in slots."""
+        """Whether to load the experts that the router predicts. True if most of its predictions were right, and more
+        than those of past use. True until known."""
         return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
 
 
@@ -138,7 +138,7 @@ class _Scan:
 
     experts: list[int]
     num_left: int = 0
-    """Number of first experts that belong to the running call, and are loaded before all others."""
+    """Number of experts at the beginning that belong to the running call. They are loaded before all others."""
     index: int = 0
 
 
@@ -148,7 +148,7 @@ class _Pass(PassState):
     use_all: bool
     num_together: int = 1
     visit: int = 0
-    """The current visit, or the first visit before the first call."""
+    """The current visit. Before the first call, this is the first visit."""
     call: Call | None = None
     num_calls: int = 0
     """Number of calls of this kind in this visit so far."""
@@ -243,7 +243,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         habits.frequencies[layer].note_uses(used, begins_pass=is_first)
 
     def _follow_rows(self, now: _Pass, *, use_all: bool) -> None:
-        """Expect experts of later layers by the number of rows, which the first call of a pass knows."""
+        """Expect experts of later layers by the number of rows, which is known from the first call of a pass."""
         if use_all != now.use_all:
             now.use_all = use_all
             self.look_anew()
@@ -323,9 +323,10 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return self._layers[layer]
 
     def next_use(self, block: Block) -> int:
-        """Return the place that needs the block next, which is twice the number of the visit, plus one if only a later
-        call of the current visit needs it. The next pass's visits are numbered after those of this pass. Blocks that no
-        visit is expected to need have later places, and rarely used blocks have the last. `NEVER` without a pass."""
+        """Return the next place that needs the block. A place is twice the number of a visit, plus one if only a later
+        call of the current visit needs the block. Visits of the next pass are numbered after the visits of this pass.
+        Blocks that no visit is expected to need have later places, and rarely used blocks have the last places. `NEVER`
+        without a pass."""
         now = self._pass
         if now is None:
             return NEVER

@@ -1,16 +1,16 @@
-"""Experts that ranks of a node lend each other, so that a rank with few rows computes some of another's.
+"""Experts that ranks of a node lend each other, so that a rank with few rows computes some rows of another rank.
 
-A *lent* expert's owner copies its weights to a place in memory that the node's ranks share, and each rank that borrows
-it computes its groups from there. In backward a borrower puts the gradient of each group in its own place of this
-memory, and the owner adds it. Each rank has one place for weights that it lends, and one for a gradient.
+The owner of a *lent* expert copies the weights to a place in memory that the node's ranks share. Each rank that borrows
+the expert computes its groups with these weights. In backward a borrower puts the gradient of each group in its own
+place of this memory, and the owner adds it. Each rank has one place for weights that it lends, and one for a gradient.
 
 The places are used in turns, which follow from the numbers of rows (`in_turns`). A turn has two halves. In the first
-one, owners add the gradients of the turn before, and lend their next expert. In the second one, borrowers compute. All
-ranks of the node tell each other when they have done their part of a half. A rank without a part tells it at once, and
-waits for nothing.
+half, owners add the gradients of the turn before, and lend their next expert. In the second half, borrowers compute.
+All ranks of the node tell each other when they have done their part of a half. A rank without a part does this at once,
+and does not wait.
 
-No wait is circular: a rank begins a half only when all have ended the one before, and needs no other rank to end it.
-While a rank waits, it may compute experts that it does not lend, which waits for no other rank.
+No wait is circular: a rank begins a half only when all ranks have ended the half before, and needs no other rank to end
+a half. While a rank waits, it may compute experts that it does not lend. This needs no other rank either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_lohan.model import Block, ParamSlice
 from hf_lohan.ranks import BegunWork, Links
 
 _LOOKS_AGAIN = timedelta(milliseconds=2)
-"""Time after which a rank that waits looks whether another expert has been loaded meanwhile."""
+"""Interval at which a waiting rank checks whether another expert has been loaded."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LentExpert:
 
     @property
     def borrowed(self) -> list[tuple[int, int] | None]:
-        """By group, the borrower and the turn; None for the owner's."""
+        """The borrower and the turn of each group; None if the owner computes the group."""
         pairs = zip(self.computed_by, self.turns, strict=True)
         return [None if rank == self.owner else (rank, turn) for rank, turn in pairs]
 
@@ -68,8 +68,8 @@ class LentExpert:
 
 
 def in_turns(lent: Sequence[LentExpert], *, gives_gradients: bool) -> list[LentExpert]:
-    """Return the lent experts of a node with their turns. In a turn, each owner lends one expert, and each borrower
-    gives one gradient, if it ``gives_gradients``. Those of one expert come in the order of its groups."""
+    """Return the lent experts of a node with their turns. In a turn, each owner lends one expert, and with
+    ``gives_gradients`` each borrower gives one gradient. Gradients of one expert come in the order of its groups."""
     of_owner: Counter[int] = Counter()
     of_borrower: Counter[int] = Counter()
     found = []
@@ -86,11 +86,11 @@ def in_turns(lent: Sequence[LentExpert], *, gives_gradients: bool) -> list[LentE
 
 
 class Lending:
-    """One rank's side, for its computing thread."""
+    """Lends and borrows the experts of one rank, on its computing thread."""
 
     def __init__(self, links: Links, memory: Tensor, device: Device) -> None:
-        """``memory`` uint8 is shared by the node's ranks, with two places of equal size for each. All ranks make this
-        together."""
+        """``memory`` (uint8) is shared by the node's ranks, with two places of equal size for each rank. All ranks
+        create this object together."""
         self._links, self._device = links, device
         self._lane = links.open_here("lent experts", stops_compute=True)
         self._begun: BegunWork | None = None
@@ -98,17 +98,17 @@ class Lending:
         own = links.ranks.on_this_node
         # `data` has its own version counter, so that autograd sees no writes to other places.
         self._weights = {rank: places[index, 0].data for index, rank in enumerate(own)}
-        """By rank, the place for the weights that it lends."""
+        """For each rank, the place for the weights that it lends."""
         self._gradients = {rank: places[index, 1].data for index, rank in enumerate(own)}
-        """By rank, the place for its gradient of an expert that it borrows."""
+        """For each rank, the place for its gradient of an expert that it borrows."""
         self._on_device = None if device.memory_is_host else device.empty(places.shape[-1])
-        """Memory of the device for what another rank puts in its places."""
+        """Device memory for a copy of another rank's place."""
 
     # Halves of turns.
 
     def end_half(self, what: str) -> None:
         """Tell the ranks of this node that this rank has done its part of a half. ``what`` completes "rank 0 waited for
-        ...". The next half may be ended before all have ended this one, if this rank has no part in it."""
+        ...". A rank without a part in the next half may end the next half before all ranks have ended this one."""
         barrier = torch.distributed.BarrierOptions()
         self._begun = self._lane.begin(what, lambda group: group.barrier(barrier))
 
@@ -118,13 +118,13 @@ class Lending:
         return self._begun is None or self._begun.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until the half `is_over`. Raises the errors of `Lane.run`."""
+        """Wait until all ranks have ended the half. Raises the errors of `Lane.run`."""
         if self._begun is not None:
             self._lane.finish(self._begun)
             self._begun = None
 
     def wait_a_moment(self) -> None:
-        """Wait until the half `is_over`, or for a moment. Raises RankFailedError."""
+        """Wait until all ranks have ended the half, but only for a moment. Raises RankFailedError."""
         assert self._begun is not None
         self._links.raise_if_failed(f"waited for {self._begun.what}")
         with suppress(RuntimeError):

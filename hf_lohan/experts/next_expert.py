@@ -19,12 +19,12 @@ _MOST_HINTS = 2
 
 @dataclass
 class ExpertFigures:
-    """Counts of the experts that calls needed, by where they were."""
+    """Counts of the experts that calls needed, and of their loads."""
 
     num_used: int = 0
     """Number of experts in all calls."""
     num_here: int = 0
-    """Number of these that were in a slot, or being loaded, when their call began."""
+    """Number of used experts that were in a slot, or being loaded, when their call began."""
     num_loads: int = 0
     num_from_ram: int = 0
     """Number of loads from a copy in RAM."""
@@ -34,8 +34,8 @@ class ExpertFigures:
 
 
 class FarthestUse:
-    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). Call `note_next_use` when a
-    block's next use changes. This is not needed for a use whose place has passed."""
+    """Finds the slot whose block is needed last (`ExpertSchedule.next_use`). Call `note_next_use` when a block's next
+    use changes. This is not needed if the place of the use has passed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
@@ -71,7 +71,7 @@ class FarthestUse:
         self._place = place
 
     def note_next_use(self, slot: Slot) -> None:
-        """Note that the slot has a new block, or its block a new next use."""
+        """Note that the slot has a new block, or that its block has a new next use."""
         self._take_out(slot)
         place = _EMPTY if slot.block is None else self._next_use(slot.block)
         slots = self._at.get(place)
@@ -82,9 +82,9 @@ class FarthestUse:
         self._place_of[slot] = place
 
     def find_slot(self, before: int) -> Slot | None:
-        """Return a slot for a block that is needed at ``before``, or None. Its block is needed later than ``before``,
-        and later than the blocks of other slots. Of equal slots, it is the first that was noted. Slots with enqueued
-        compute are the last choice, because a copy to them would wait and hold its buffer."""
+        """Return a slot for a block that is needed at ``before``, or None. The block in the slot is needed later than
+        ``before``, and later than the blocks in all other slots. Of equal slots, the first noted is chosen. Slots with
+        enqueued compute are the last choice, because a copy to them would wait and hold its buffer."""
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note_next_use(slot)
         computing: Slot | None = None
@@ -167,13 +167,13 @@ class NextExpert(NextLoad):
         self._farthest.note_next_use(load.slot)
 
     def begin_call(self, layer: int, needed: Sequence[Block]) -> None:
-        """Begin a call, after the schedule was told of it."""
+        """Begin a call. Called after `ExpertSchedule.route`."""
         self.note_layer(layer)
         self.figures.num_used += len(needed)
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """Note that the slot's block was pinned, after the schedule was told of the use."""
+        """Note that the slot's block was pinned. Called after `ExpertSchedule.use`."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)

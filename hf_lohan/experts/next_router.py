@@ -35,7 +35,7 @@ class Router:
     """Returns the buffer `_CORRECTION` [experts]."""
 
     def scores(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the scores [tokens, experts] of ``rows`` [tokens, hidden]. ``weights`` are the slot's."""
+        """Return the scores [tokens, experts] of ``rows`` [tokens, hidden]. ``weights`` are those of the block."""
         weight = weights[self.weight.start : self.weight.stop].view(self.weight.shape)
         bias = weights[self.bias.start : self.bias.stop] if self.bias is not None else None
         logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)
@@ -43,8 +43,8 @@ class Router:
 
 
 def find_routers(model: nn.Module, blocks: ModelBlocks) -> list[Router | None]:
-    """Return, for each module of ``blocks.experts``, the module in the same parent that scores its experts. It is None
-    if several modules may do so, or if the router's weights lie in several blocks."""
+    """Return, for each module of ``blocks.experts``, the module in the same parent that scores its experts. The entry
+    is None if several modules may score them, or if the router's weights are in several blocks."""
     names = {module: name for name, module in model.named_modules()}
     place = {
         part.parameter: (block, part)

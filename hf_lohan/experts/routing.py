@@ -3,7 +3,7 @@
 The host needs these counts from the device, and waits for them at most once per call. They are requested as early as
 possible, and all other work of the call is enqueued before the wait.
 
-Commits have the counts of a run's forwards (`RoutedRows`), by which `lohan reshard --balance` divides experts.
+Commits have the counts of a run's forwards (`RoutedRows`). `lohan reshard --balance` divides experts by these counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_lohan.compat.torch_private import StorageWeakRef, storage_id, version_of
 from hf_lohan.device import Device, Event
 
 _LEAST_BYTES = 4096
-"""Size of a page, which is the least that can be pinned."""
+"""Size of a page, which is the smallest size that can be pinned."""
 
 ROUTED_ROWS = "routed_rows"
 """Name of the fact of a commit with the rows of each expert."""
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class KnownCounts:
-    """The number of rows of each expert in calls of one layer. A call's counts are kept as long as its ids exist."""
+    """Numbers of rows of each expert in calls of one layer. A call's counts are kept as long as its ids exist."""
 
     def __init__(self) -> None:
         self._of_ids: dict[int, tuple[StorageWeakRef, object, list[int]]] = {}
@@ -143,8 +143,8 @@ class Routing:
 
 
 def ends_by_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
-    """Return, for each expert, how many of the sorted ids are its own or belong to experts before it, [experts], int64.
-    Unlike `bincount` this does not make the host wait for the device."""
+    """Return the cumulative number of ids up to and including each expert, int64 [experts]. Unlike `bincount` this does
+    not make the host wait for the device."""
     experts = torch.arange(num_experts, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, experts, right=True)
 
@@ -155,10 +155,10 @@ def _counts(ends: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The rows of each expert in a run's forwards so far, those of earlier parts of the run included."""
+    """The rows of each expert in all forwards of a run so far, including those before the run was continued."""
 
     rank: int
-    """The rank whose rows these are. Facts of other ranks, such as those of a checkpoint, do not count for a rank."""
+    """The rank that counted the rows. A rank ignores the facts of other ranks, such as facts in a checkpoint."""
     num_nodes: int
     """Number of nodes of the run."""
     layers: Mapping[str, Sequence[int]]
@@ -169,8 +169,8 @@ class RoutedRows:
 
     @classmethod
     def of_rank(cls, facts: Mapping[str, Any], rank: int) -> RoutedRows | None:
-        """Return the rows of a rank by the facts of its commit. None if a commit of an older version, or of a run that
-        streams no experts, has none, or if another version wrote them in another form."""
+        """Return the rows of a rank from the facts of its commit. None if the facts have no rows (an older version
+        wrote them, or the run streams no experts), or have rows in the form of another version."""
         found = facts.get(ROUTED_ROWS)
         if not isinstance(found, Mapping) or found.get("rank") != rank:
             return None
@@ -184,8 +184,8 @@ class RoutedRows:
 
     @classmethod
     def of_all(cls, facts: Sequence[Mapping[str, Any]]) -> RoutedRows | None:
-        """Return the rows of all ranks, as those of rank 0. ``facts`` are those of the ranks' commits. None if no rank
-        has any, or if ranks have other layers or numbers of experts."""
+        """Return the sums of the rows of all ranks, as rows of rank 0. ``facts`` has the facts of each rank's commit.
+        None if no rank has rows, or if ranks differ in layers or numbers of experts."""
         found = [rows for rank, of_rank in enumerate(facts) if (rows := cls.of_rank(of_rank, rank)) is not None]
         if not found:
             return None
@@ -197,8 +197,7 @@ class RoutedRows:
         return cls(0, found[0].num_nodes, layers)
 
     def plus(self, more: Mapping[str, Sequence[int]]) -> RoutedRows:
-        """Return these rows and those of ``more``, by layer. A layer with another number of experts has those of
-        ``more``."""
+        """Return the sums of these rows and ``more``, by layer. If numbers of experts differ, only ``more`` counts."""
         before = {name: self.layers.get(name, ()) for name in more}
         layers = {
             name: _sums(before[name], counts) if len(before[name]) == len(counts) else list(counts)

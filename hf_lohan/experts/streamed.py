@@ -73,7 +73,7 @@ class StreamedExperts:
         self._parts = parts
         own = parts.places.own(layer, len(self._blocks))
         self._number_at_loader = {expert: number for number, expert in enumerate(own)}
-        """The loader counts the experts that this process computes."""
+        """Maps an expert to its index among the experts that this process computes, as the loader needs it."""
         self._name = blocks[0].name.rpartition(".")[0]
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
         """An input that makes autograd record the operation even if rows and routing weights need no gradient."""
@@ -114,7 +114,7 @@ class StreamedExperts:
     def _run(
         self, call: Call, forward: int, routed: Routing, given: tuple[Tensor, ...], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Compute ``given`` [n, ...], sorted by expert. Returns the results, [n, ...] each, or None."""
+        """Run a call with inputs ``given`` [n, ...], sorted by expert. Returns the results, [n, ...] each, or None."""
         rows = CallRows(
             kind=call,
             forward=forward,
@@ -127,9 +127,9 @@ class StreamedExperts:
         return self._parts.places.run(rows, self._work)
 
     def _work(self, call: Call, forward: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
-        """Compute the results of all groups. Lent experts come in their turns, and in backward in the reverse order. Of
-        the others, experts in slots come first, and then those that are loaded, in the order of their arrival. They are
-        computed while this rank would wait for other ranks."""
+        """Compute the results of all groups. Lent experts are computed in their turns, and in backward in reverse
+        order. The others are computed while this rank would wait for other ranks. Of these, experts in slots come
+        first, and then loaded experts in the order of their arrival."""
         loader, lending, is_back = self._parts.loader, self._parts.places.lending, call is Call.BACKWARD
         lent = in_turns(lent[::-1] if is_back else lent, gives_gradients=is_back and any(map(_trained, self._blocks)))
         is_shared, own_lent = {item.expert for item in lent}, [item.expert for item in lent if item.is_own]
@@ -169,7 +169,7 @@ class StreamedExperts:
     def _take_turns(
         self, lent: Sequence[LentExpert], groups: RowGroups, compute: Callable[..., Iterator[int]]
     ) -> Iterator[None]:
-        """Lend and borrow experts, turn by turn. Yields where all ranks must have ended a half of a turn."""
+        """Lend and borrow experts, turn by turn. Yields before each step for which all ranks must have ended a half."""
         lending = self._parts.places.lending
         own: Iterator[int] = iter(())
         needs: int | None = None
@@ -183,7 +183,7 @@ class StreamedExperts:
                     pinned.callback(self._parts.ring.unpin, block)
                     lending.lend(slot.weights[: block.numel])
                     own = compute(item.expert, slot.weights, groups.get(item.expert, ()), item)
-                lending.end_half(f"the experts that ranks lend of {self._name}")
+                lending.end_half(f"the lent experts of {self._name}")
                 if needs is None:
                     needs = next(own, None)
                 borrowed = [item for item in lent if turn in item.own_turns]
@@ -248,9 +248,9 @@ class StreamedExperts:
     def _run_backward(
         self, forward: int, expert: int, weights: Tensor, groups: Sequence[RowGroup], lent: LentExpert | None = None
     ) -> Iterator[int]:
-        """Run the backward of an expert's groups. Give the owner the gradients of a borrowed expert. Of another one,
-        pass on the sums of the gradients of all groups, in the order of the ranks that have the rows. Yields the turn
-        that must be over, if a borrower computes the next group."""
+        """Run the backward of an expert's groups. Gradients of a borrowed expert go to its owner. Gradients of any
+        other expert are summed over all groups, in the order of the ranks that have the rows, and passed on. If a
+        borrower computes the next group, yields the turn that must be over first."""
         block, lending, parts = self._blocks[expert], self._parts.places.lending, _trained(self._blocks[expert])
         own = (self._backward_of(block, weights, group) for group in groups)
         if lending is not None and lent is not None and not lent.is_own:
@@ -273,7 +273,7 @@ class StreamedExperts:
             self._parts.forward_pass().take_expert_gradient(forward, part, totals.pop(part))
 
     def _backward_of(self, block: Block, in_slot: Tensor, group: RowGroup) -> dict[ParamSlice, Tensor]:
-        """Run one expert's backward of a group, which gave rows, their routing weights, and the gradients of the
+        """Run the backward of one expert for a group, which has rows, their routing weights, and the gradients of the
         weighted outputs. Returns the gradients of the expert's weights."""
         (rows, weights, gradient), group.given = group.given, ()
         with torch.enable_grad():
@@ -343,7 +343,7 @@ def _fake(rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor, anchor: Tens
 def _set_up(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
     rows, top_k_weights, top_k_index, _, ctx.handle = inputs
     ctx.save_for_backward(rows, top_k_weights, top_k_index)
-    # With checkpointing, backward uses the graph of the first forward, whose number this is.
+    # The number of the first forward, because with checkpointing backward uses the graph of that forward.
     ctx.of_forward = experts_of(ctx.handle).forward_number
 
 

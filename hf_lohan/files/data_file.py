@@ -42,12 +42,12 @@ class DeviceSpan:
 
     @property
     def base(self) -> int:
-        """Address of the allocation that the bytes are in."""
+        """Address of the allocation that has the bytes."""
         return self._content.untyped_storage().data_ptr()
 
     @property
     def offset(self) -> int:
-        """Bytes of the allocation before these."""
+        """Offset of the bytes in the allocation, in bytes."""
         return self._content.data_ptr() - self.base
 
     def __getitem__(self, part: slice) -> DeviceSpan:
@@ -221,7 +221,7 @@ class DataFile:
             views = _after(views, moved_bytes)
 
     def _move_some(self, verb: Literal["read", "write"], offset: int, views: Sequence[MemorySpan]) -> int:
-        """Move the first span of device memory, or the host memory before it. May be short."""
+        """Move the first view if it is device memory, or else all host memory before device memory. May be short."""
         first, backend = views[0], self._backend
         if isinstance(first, DeviceSpan):
             return (backend.read_to_device if verb == "read" else backend.write_from_device)(self._fd, offset, first)

@@ -17,7 +17,7 @@ SECTOR_BYTES = 4096
 """Alignment of every address, offset and length of data file I/O, which is enough for all common devices."""
 _ROOM = "free space (or quota)"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""Texts in errors of the safetensors library about a full disk, which are not of type OSError."""
+"""Texts in errors of the safetensors library about a full disk. These errors are not of type OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Texts in errors of `torch.save` after a failed write."""
 _FULL_BELOW_BYTES = 1 << 20
@@ -63,7 +63,7 @@ def make_directory(path: str) -> None:
 
 
 def make_folders(path: str | Path, mode: int = 0o755) -> None:
-    """Create a folder and its parents, which no other user may write to, even if the umask allows it."""
+    """Create a folder and its parents. No other user may write to them, even if the umask allows it."""
     if not os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
         make_folders(parent)
     try:
@@ -75,7 +75,7 @@ def make_folders(path: str | Path, mode: int = 0o755) -> None:
 
 def keep_from_others() -> None:
     """Prevent other users from writing to files that this process creates, even through other libraries. A changed
-    checkpoint would change what the next run computes."""
+    checkpoint would change the results of the next run."""
     os.umask(os.umask(0o022) | 0o022)
 
 
@@ -118,7 +118,7 @@ def is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
 
 @contextmanager
 def disk_full_named(problem: str, path: str | Path, advice: str) -> Iterator[None]:
-    """In this context replace errors of a full disk, which do not name the file, by a `DiskFullError` that names
+    """Replace errors of a full disk in this context, which do not name the file, with a `DiskFullError` that names
     ``path``."""
     try:
         yield
@@ -151,7 +151,7 @@ def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
 
 
 def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) -> tuple[StorePath, ...]:
-    """Replace each ``None`` capacity by the free bytes plus the bytes that the files ``file_names`` already take."""
+    """Replace each ``None`` capacity with the free bytes plus the bytes that the files ``file_names`` already take."""
 
     def capacity_bytes(path: StorePath) -> int:
         if path.capacity_bytes is not None:
@@ -163,7 +163,7 @@ def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) ->
 
 def check_free_space(paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]) -> None:
     """Raise `CapacityError` if a file system lacks space. Paths on one file system share its space. ``needed_bytes``
-    has the bytes of each path, including those of existing files ``file_names``."""
+    has the bytes of each path, including the bytes of existing files ``file_names``."""
     by_device: dict[int, list[tuple[str, int]]] = {}
     for path, needed in zip(paths, needed_bytes, strict=True):
         device = os.stat(_nearest_existing(path.path)).st_dev
@@ -211,7 +211,7 @@ def _try_to_make(path: str, nearest: str) -> None:
         raise _cannot_make(path, error) from error
     try:
         make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
-    except OSError as error:  # the folder still exists here, and may have the last inode
+    except OSError as error:  # ``tried`` still exists here, and may have the last inode
         raise _cannot_make(path, error) from error
     finally:
         shutil.rmtree(tried, ignore_errors=True)

@@ -20,7 +20,7 @@ _LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) -> None:
     """Write a new file, sync it, rename it to ``file``, and sync the directory. Only this user can access the file.
-    ``kept_as`` is another name in the folder for the old file, which has this name whenever the new file exists.
+    ``kept_as`` is a second name for the old file in the same folder. This name exists whenever the new file exists.
 
     Raises `CapacityError` or `StorageError` and leaves the old file unchanged. If only the last sync failed, the new
     file is in place, and a power cut may restore the old one.
@@ -41,8 +41,8 @@ def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) ->
 
 
 def _keep(file: str, kept_as: str) -> None:
-    """Give a file a second name, as a hard link or a copy. Raises OSError. Renames in a folder become durable in their
-    order, so the caller's later sync of the folder also covers this one."""
+    """Give a file a second name, as a hard link or a copy. Raises OSError. Changes of a folder become durable in their
+    order, so the caller's later sync of the folder also covers the second name."""
     with suppress(FileNotFoundError):
         os.unlink(kept_as)
     try:

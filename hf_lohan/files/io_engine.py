@@ -98,8 +98,8 @@ class IoRequest:
         """Call ``callback(request)`` once, on an I/O thread when the request is done, or now if it already is.
 
         The callback must be short, and must not start requests or wait for them. An exception in it is a bug. It does
-        not fail the request, whose bytes were transferred, but another thread may wait for what the callback did not
-        do. So the engine starts no more requests after that, and raises the exception instead.
+        not fail the request, because the bytes were transferred. But another thread may wait for a result of the
+        callback, so the engine raises the exception instead of starting more requests.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -320,8 +320,8 @@ class PendingRequests:
         return request
 
     def wait(self) -> None:
-        """Wait for all requests added so far. Raises the error of a request that fails during this call. Threads that
-        wait for a request get its earlier errors."""
+        """Wait for all requests added so far. Raises the error of a request that fails during this call. Errors of
+        earlier requests are raised in the threads that wait for these requests."""
         for request in self._snapshot():
             request.wait()
 

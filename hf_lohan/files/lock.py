@@ -68,8 +68,8 @@ class DirectoryLock:
 
 
 def _open(file: str, *, is_read_only: bool) -> tuple[int, bool]:
-    """Open the file to lock, and return whether it can be written. If it is missing in a directory that is only read,
-    lock the directory."""
+    """Open the file to lock, and return whether it can be written. If the file is missing in a read-only directory,
+    open the directory instead."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | flags, 0o600), True

@@ -57,7 +57,7 @@ def clone_range(source_fd: int, source_offset: int, num_bytes: int, target_fd: i
 
 
 class RecordCloner:
-    """Clones whole records to other files. After the first failure it does not try again, because all would fail."""
+    """Clones whole records to other files. After the first failure it tries no other record, because all would fail."""
 
     def __init__(self) -> None:
         self._is_possible = True

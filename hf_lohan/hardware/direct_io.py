@@ -1,4 +1,4 @@
-"""How a run's files are read and written: through host memory, or by the annex `gpu_direct` past it."""
+"""Reads and writes a run's files through host memory, or without host memory by the annex `gpu_direct`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.files import FileBackend
 
 @dataclass(frozen=True)
 class DirectIo:
-    """Moves no device memory. The annex's class does."""
+    """Reads and writes files in host memory. The annex has a subclass for device memory."""
 
     backend: FileBackend = field(default_factory=FileBackend)
     hasher: DeviceHasher | None = None
@@ -25,19 +25,19 @@ class DirectIo:
         """Pin memory to which many reads go, such as slots."""
 
     def close(self) -> None:
-        """All files are closed."""
+        """Release all resources. Called after all files are closed."""
 
 
 def open_direct_io(config: ResolvedConfig, device: Device) -> DirectIo:
-    """Open what the resolved settings ask for. Raises ConfigError if `gpu_direct` is true and the machine cannot."""
+    """Open direct I/O if the settings ask for it. Raises ConfigError if `gpu_direct` is true and cannot be used."""
     annex = find_annex("gpu_direct")
     opened: DirectIo | None = annex.open_direct_io(config, device) if annex is not None else None
     return opened or DirectIo()
 
 
 def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
-    """Return whether a run moves device memory to and from its files, as `open_direct_io` decides. A trial may be made
-    for it."""
+    """Return whether a run moves device memory to and from its files, as `open_direct_io` decides. This may run a
+    trial."""
     annex = find_annex("gpu_direct")
     return annex is not None and bool(annex.uses_direct_io(config, device))
 

@@ -34,8 +34,8 @@ _PINNED_TRIAL_BYTES = 16 << 20
 
 
 def cpu_quota(root: str = _ROOT, membership: str | None = None) -> float | None:
-    """Return CPU seconds per second, which may be less than the number of visible CPUs: the lowest limit of this
-    process's control groups and their parents, of cgroup v1 and v2. None is no limit.
+    """Return the CPU quota of this process in CPU seconds per second; None without a limit. It is the lowest limit of
+    the process's control groups and their parents (v1 and v2), and may be less than the number of visible CPUs.
 
     `root` is their mount point and `membership` the text of /proc/self/cgroup.
     """
@@ -106,7 +106,7 @@ class MachineFacts:
     gpudirect_problem: str
     """Why GPUDirect Storage cannot be used; "" if it can."""
     gpudirect_rates: str = ""
-    """The mechanism and the rates of its trial, beside those through host memory, for each SSD path."""
+    """For each SSD path, the mechanism of GPUDirect Storage, its measured rates, and the rates through host memory."""
     bf16_units: tuple[str, ...]
     usable_cpus: int
     cpu_quota: float | None
@@ -147,9 +147,9 @@ def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
 
 
 def with_gpu_link(hardware: HardwareProfile, num_gpus: int | None = None) -> HardwareProfile:
-    """Return the profile with the link between the first ``num_gpus`` GPUs of this machine, by default between all. Of
-    several kinds it is the slowest. It stays as it is if the profile has one, and unknown if there are not as many
-    GPUs, or the driver does not answer for all."""
+    """Return the profile with the link between the first ``num_gpus`` GPUs of this machine, by default between all. If
+    links are of several kinds, it gets the slowest kind. A link that the profile has is kept. The link stays unknown if
+    the machine has fewer GPUs, or if the driver does not answer for every pair."""
     if hardware.gpu_link or hardware.device.shares_cpu:
         return hardware
     links = [link for link in links_between_gpus() if num_gpus is None or link.second < num_gpus]

@@ -1,4 +1,4 @@
-"""Measures this machine's `HardwareProfile` in seconds, with the operations and threads of a run."""
+"""Measures the `HardwareProfile` of this machine within a few seconds, with the operations and threads of a run."""
 
 from __future__ import annotations
 

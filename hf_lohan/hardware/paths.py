@@ -116,9 +116,9 @@ def drive_wear_percent(drive: str | None) -> int:
 
 
 def drive_endurance_bytes(path: str, others: Sequence[str] = ()) -> int | None:
-    """Return the bytes that the NVMe drive of a path may write in its life, from what it has written and its wear. None
-    if this cannot be read, or for a drive that is too new: its wear is in whole percent. If ``others`` has paths on the
-    same drive, each gets an equal part."""
+    """Return the bytes that the NVMe drive of a path may write in its life, from its written bytes and its wear. None
+    if these cannot be read, or if the wear is too small, because it is in whole percent. If ``others`` has paths on the
+    same drive, each path gets an equal part."""
     drive = drive_of(existing_directory(path))
     num_paths = 1 + sum(drive_of(existing_directory(other)) == drive for other in others)
     for _, report in _smart_reports(drive) if drive is not None else ():
@@ -130,7 +130,7 @@ def drive_endurance_bytes(path: str, others: Sequence[str] = ()) -> int | None:
 
 
 def _smart_reports(drive: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the reports of the installed programs, {} if one cannot read the drive."""
+    """Yield the reports of the installed programs. The report is {} if a program cannot read the drive."""
     device = f"/dev/{drive}"
     commands = {
         "smartctl": ["smartctl", "--json", "--all", device],

@@ -170,7 +170,7 @@ def _read(file: str, key: dict[str, Any]) -> HardwareProfile | None:
             profile = HardwareProfile.from_mapping(content["profile"])
             if len(profile.ssd) == len(key["ssd"]):
                 return profile
-        logger.warning("%s contains the profile of other hardware, so it is measured again", file)
+        logger.warning("%s contains the profile of other hardware, so this hardware is measured again", file)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -28,14 +28,14 @@ _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
 _FIRST_TRIAL_TOKENS = 512
-"""Tokens of a first trial of attention. Rows with fewer have fewer FLOP/s."""
+"""Tokens of a first trial of attention. Shorter rows have fewer FLOP/s."""
 _FEWEST_TOKENS = 1024
-"""Later batches may be longer than the first. The rate of few tokens is that of starting the kernel."""
+"""Shorter rows are not measured, because later batches may be longer, and starting the kernel would take most time."""
 _MOST_TOKENS = 4096
 """Longer rows have the same FLOP/s, and kernels that are not fused would need much memory."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
-"""Copies of each direction in a run of both directions. With several, the time in which only one copies is small."""
+"""Copies of each direction in a run of both. With several, the time in which only one direction copies is small."""
 
 
 def median_s(
@@ -153,7 +153,7 @@ def attention_flops_per_s(
     device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
     """Measure FLOP/s of fused attention, forward and backward. The backward counts twice the FLOPs of the forward, as
-    that of products does; its five products for two take longer, and so the rate is lower.
+    with matrix products. It has five products for two of the forward, so the rate is lower.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
     are measured. Rows have at least 1,024 tokens, if these fit, and at most 4,096.

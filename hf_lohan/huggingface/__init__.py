@@ -1,6 +1,6 @@
 """The interface to Hugging Face: Trainer, Accelerator, loading, saving, checkpoints, launching.
 
-Only this room and `compat` import transformers, accelerate and peft. This room overrides their public methods.
+Only this package and `compat` import transformers, accelerate and peft. This package overrides their public methods.
 The names below are loaded when they are first used, because a launcher or a plan needs few of them.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_lohan.huggingface.offloaded_model import engine_of
     from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
-if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # before any code makes a process group
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # must precede the first process group
     from hf_lohan.huggingface.ranks import separate_attempts
 
     separate_attempts()

@@ -46,7 +46,7 @@ from hf_lohan.record import LoopRecord, record_folder
 logger = logging.getLogger(__name__)
 
 _MODEL_FOLDER = "lohan_model"
-"""The folder of a saved state with the adapters that PEFT saved. Earlier versions saved whole models there."""
+"""Folder in a saved state for adapters that PEFT saves. Earlier versions saved whole models there."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class LohanPlugin:
     `Accelerator(mixed_precision="bf16")` means the same."""
 
     max_grad_norm: float | None = None
-    """With 0 the loop must not clip, and updates run in backward. With None gradients are held until `step()`."""
+    """0 means that the loop does not clip, so updates run in backward. None holds gradients until `step()`."""
 
     ssd_path: str | Path = "lohan_store"
     """The store's folder if `offload` has no path."""
@@ -71,8 +71,8 @@ class LohanPlugin:
             self.offload = offload_of_environment() or ALL_AUTO
         if self.offload == FITS_OR_NOT:
             raise ConfigError(
-                f"offload={self.offload!r} is for Trainer, and an Accelerator does not know the batches before the "
-                f"loop begins; give {ALL_AUTO!r} to offload, or use accelerate.Accelerator"
+                f"offload={self.offload!r} is for Trainer only, because an Accelerator does not know the batches "
+                f"before the loop begins; give {ALL_AUTO!r} to offload, or use accelerate.Accelerator"
             )
 
 
@@ -88,7 +88,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     """An `Accelerator` that also handles offloaded models."""
 
     _num_row_ranks = 1
-    """Ranks that get the same batches of the data loaders that are prepared now."""
+    """Number of ranks that get the same batches from a data loader that is prepared now."""
     _is_saving_state = False
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
-        """The engine of the prepared model; None if no prepared model is offloaded."""
+        """The engine of the prepared model, or None if no prepared model is offloaded."""
         for model in prepared_models(self):
             engine = engine_of(model)
             if engine is not None:
@@ -159,8 +159,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """Same as in accelerate, but send a scalar (such as the number of items in a step) over our connections, whose
-        errors name a missing rank."""
+        """Same as in accelerate, but scalars (such as the number of items in a step) are sent over the engine's links,
+        because their errors name a missing rank."""
         engine = self.offload_engine
         gathered = None
         if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
@@ -170,7 +170,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the step's gradients exactly, although `.grad` is None. Returns their norm before clipping."""
+        """Clip the step's gradients exactly, although `.grad` is None. Returns the norm before clipping."""
         engine = self.offload_engine
         if engine is None:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -181,14 +181,14 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         if others:
             raise ValueError(
                 f"clip_grad_norm_ was called with a parameter of shape {tuple(others[0].shape)} that has a gradient "
-                "and is not in the store; add parameters before the model is offloaded, and clip parameters of other "
+                "but is not in the store; add parameters before the model is offloaded, and clip parameters of other "
                 "models with torch.nn.utils.clip_grad_norm_"
             )
         missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in clipped]
         if missing:
             raise ValueError(
-                f"clip_grad_norm_ was called without {missing[0]} and {len(missing) - 1} other parameters, and "
-                "offload can clip only all of them; pass model.parameters()"
+                f"clip_grad_norm_ was called without {missing[0]} and {len(missing) - 1} other parameters, but "
+                "offload can only clip all parameters together; pass model.parameters()"
             )
         return engine.clip_grad_norm(float(max_norm), float(norm_type))
 
@@ -198,8 +198,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return all weights, in RAM. While `save_state` runs, the dict is empty, because a hook streams the weights to
-        the folder."""
+        """Return all weights, in RAM. Within `save_state` the dict is empty, because a hook streams the weights to the
+        folder."""
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap=unwrap)
@@ -210,7 +210,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
 
 class Accelerator(OffloadAwareAccelerator):
-    """`accelerate.Accelerator` whose `prepare` offloads the model and takes over its optimizer.
+    """`accelerate.Accelerator` whose `prepare` offloads the model and replaces its optimizer.
 
     ```python
     accelerator = Accelerator(lohan_plugin=LohanPlugin(offload="configs/lohan.yaml"))
@@ -223,7 +223,7 @@ class Accelerator(OffloadAwareAccelerator):
 
     def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
         if (precision := precision_asked(*args, **kwargs)) == "fp8":
-            check_precision(precision)  # before accelerate asks for a package
+            check_precision(precision)  # must precede accelerate's error about a missing package
         super().__init__(*args, **kwargs)
         self.lohan_plugin = lohan_plugin or LohanPlugin(offload=self.default_offload)
         if lohan_plugin is not None:  # without a plugin, `_offload` checks it
@@ -233,9 +233,9 @@ class Accelerator(OffloadAwareAccelerator):
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer by one over the store.
-        If several optimizers share the parameters (such as Muon and AdamW), the step is taken by the last one's
-        `step()`."""
+        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer with one that updates
+        the store. If several optimizers share the parameters (such as Muon and AdamW), the last optimizer's `step()`
+        takes the step."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -255,7 +255,7 @@ class Accelerator(OffloadAwareAccelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Same as in accelerate, but replace the optimizer by one over the store."""
+        """Same as in accelerate, but replace the optimizer with one that updates the store."""
         check_given(optimizer)
         if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
@@ -272,8 +272,8 @@ class Accelerator(OffloadAwareAccelerator):
         super().backward(loss, **kwargs)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a step's micro-batches together, and return their results. An offloaded model runs all of them through a
-        block before it loads the next block. Each micro-batch calls its forward and `backward`.
+        """Run a step's micro-batches together, and return their results. An offloaded model runs all micro-batches
+        through a block before it loads the next block. Each micro-batch calls its forward and `backward`.
 
         ```python
         losses = accelerator.run_micro_batches([partial(forward_and_backward, batch) for batch in batches])
@@ -282,7 +282,7 @@ class Accelerator(OffloadAwareAccelerator):
         ```
 
         Without an offloaded model the micro-batches run one after the other. Raises ValueError for a model with a tower
-        for other inputs than text, because micro-batches must pass the same layers.
+        for images or other inputs, because all micro-batches must pass through the same layers.
         """
         engine = self.offload_engine
         if engine is None:
@@ -292,7 +292,7 @@ class Accelerator(OffloadAwareAccelerator):
         return engine.run_micro_batches(micro_batches)
 
     def _offload_one(self, model: nn.Module, engine: OffloadEngine | None, rules: Rules) -> OffloadEngine:
-        """Return the engine of `model`. `engine` is the engine that this accelerator already has."""
+        """Return the engine of `model`. `engine` is the engine that this accelerator already has, or None."""
         models_engine = engine_of(model)
         if models_engine is None and engine is not None and not engine.is_closed:
             raise ValueError(
@@ -344,7 +344,7 @@ class Accelerator(OffloadAwareAccelerator):
     def _take_over(
         self, optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine | None
     ) -> dict[int, OffloadOptimizer]:
-        """Replace the caller's optimizers by ours. Returns a dict from the `id` of each of the caller's to ours."""
+        """Replace the given optimizers. Returns a dict from the `id` of each given optimizer to its replacement."""
         if not optimizers:
             return {}
         if engine is None:
@@ -395,8 +395,8 @@ class Accelerator(OffloadAwareAccelerator):
             self._is_saving_state = False
 
     def end_training(self) -> None:
-        """Same as in accelerate. Also end the record that `lohan report` reads. It is the folder `lohan/` in the
-        project folder. Without a project folder, a run with `trace: true` has it in the working directory."""
+        """Same as in accelerate. Also end the record that `lohan report` reads. The record is in `lohan/` in the
+        project folder. Without a project folder, only a run with `trace: true` has it, in the working directory."""
         try:
             if self._loop_record is not None:
                 self._loop_record.end_run()
@@ -439,6 +439,6 @@ def _check_safe(engine: OffloadEngine | None, safe_serialization: bool) -> None:
 
 
 def _weights_file(folder: str, num_others: int) -> Path:
-    """Return the file with the offloaded model's weights in a saved state. It is named as if the model came after the
-    ``num_others`` models in memory, which accelerate numbers."""
+    """Return the file for the offloaded model's weights in a saved state. accelerate numbers the files of the
+    ``num_others`` models in memory, and this file has the next number."""
     return Path(folder) / (f"{WEIGHTS_NAME}_{num_others}.safetensors" if num_others else f"{WEIGHTS_NAME}.safetensors")

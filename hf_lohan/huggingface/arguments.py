@@ -1,4 +1,4 @@
-"""What a Trainer's arguments mean under offload."""
+"""Converts and checks the arguments of a Trainer for offload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OFFLOAD_VARIABLE, ConfigError
 logger = logging.getLogger(__name__)
 
 NOT_GIVEN: Any = object()
-"""The default of `offload=`. None is the stock Trainer."""
+"""Default of `offload=`. It differs from None, which means the stock Trainer."""
 
 BFLOAT16_MEANING = (
     "mixed_precision: bf16 means bf16=True under offload: bfloat16 weights with exact float32 masters, without autocast"
@@ -25,7 +25,7 @@ BFLOAT16_MEANING = (
 
 @dataclass(repr=False)
 class LohanArguments:
-    """Adds `offload` to a class of training arguments, so that parsers, YAML files and trackers know it:
+    """Adds the field `offload` to a class of training arguments, so that parsers, YAML files and trackers know it:
 
     ```python
     @dataclass
@@ -33,7 +33,7 @@ class LohanArguments:
         pass
     ```
 
-    A Trainer without `offload=` uses it. Raises ConfigError, when it is made, for settings that are not allowed.
+    A Trainer without `offload=` uses this field. The constructor raises ConfigError for settings that are not allowed.
     """
 
     offload: dict[str, Any] | str | None = field(
@@ -71,8 +71,8 @@ def _in_json_types(offload: Any) -> Any:
 
 
 def choose_offload(offload: Any, arguments: Iterable[Any], default: Any = None) -> Any:
-    """Return the setting of a Trainer: the argument ``offload``, else that of its training arguments, which are among
-    ``arguments``, else ``default``, else that of the environment. Raises ConfigError if the first two differ."""
+    """Return the setting of a Trainer, from the first of these that has one: the argument ``offload``, the training
+    arguments among ``arguments``, ``default``, the environment. Raises ConfigError if the first two differ."""
     of_args = next((args.offload for args in arguments if isinstance(args, LohanArguments)), None)
     if offload is NOT_GIVEN:
         chosen = default if of_args is None else of_args
@@ -98,19 +98,19 @@ def _shown(offload: Any) -> str:
 def precision_asked(
     device_placement: bool = True, split_batches: Any = None, mixed_precision: Any = None, *rest: Any, **kwargs: Any
 ) -> str:
-    """Return the mixed precision of an `Accelerator` with these arguments, by its arguments or the launcher."""
+    """Return the mixed precision of an `Accelerator` with these arguments. By default the launcher sets it."""
     return str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
 
 
 def is_mixed(args: transformers.TrainingArguments) -> bool:
-    """Whether the stock Trainer computes under autocast, by the arguments or the launcher."""
+    """Whether the stock Trainer computes under autocast, because the arguments or the launcher ask for it."""
     return bool(args.bf16 or args.fp16) or getattr(args, "mixed_precision", "no") != "no"
 
 
 def take_launched_precision(args: transformers.TrainingArguments) -> bool:
-    """Set `bf16=True` if the launcher asks for bfloat16 and the arguments do not. Returns whether this is so."""
+    """If the launcher asks for bfloat16 and the arguments do not, set `bf16=True` and return True."""
     if args.bf16 or getattr(args, "mixed_precision", "no") != "bf16":
         return False
-    logger.warning(BFLOAT16_MEANING)  # a script without logging shows it
+    logger.warning(BFLOAT16_MEANING)  # warnings are shown even if a script configures no logging
     args.bf16 = True
     return True

@@ -1,4 +1,4 @@
-"""Offloads a model: one in memory, or that of a checkpoint, which is then never in memory."""
+"""Offloads a model that is in memory, or a model of a checkpoint. The latter is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def offload_model(
     """Move the weights of a model from memory to the store, and attach an engine to the model. The model then computes
     in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact values as masters. `rules`
     returns each parameter's update rule. `device` replaces the device for `torch_device`. `is_beside_others`: see
-    `LocalRun.tiers`.
-    Raises ValueError, before any weight is changed, if the model, the budgets, the paths or an earlier run there do not
-    allow it."""
+    `LocalRun.tiers`. Raises ValueError, before any weight is changed, if the model, the budgets, the paths or the store
+    of an earlier run do not allow it."""
     run = LocalRun.begin(config, torch_device, default_ssd_path, device)
     recompute_without_reentry(model)
     settings, lay_out = run.fit(
@@ -116,10 +115,10 @@ def from_pretrained(
         path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
         offload: anything that `OffloadConfig.load` takes.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
-        dtype: dtype of the working weights. "auto" is the checkpoint's dtype, or float32 for float16. `bf16=True` means
-            bfloat16 working weights whose float32 masters equal the checkpoint's values exactly.
+        dtype: dtype of the working weights. "auto" is the checkpoint's dtype, or float32 for float16.
+        bf16: True means bfloat16 working weights. Their float32 masters equal the checkpoint's values exactly.
         default_ssd_path: the store's folder if the configuration has no path.
-        hold_gradients: hold gradients until `step()`, which clipping and accumulation need. False applies them in
+        hold_gradients: hold gradients until `step()`, as clipping and accumulation require. False applies them in
             backward.
         sums_gradients: hold gradients in float32, because steps have several backwards. False holds gradients of
             bfloat16 weights in bfloat16, which takes half the memory, and writes sums of several backwards to the SSD.
@@ -128,13 +127,14 @@ def from_pretrained(
         is_trained: False freezes all weights. The store then has no optimizer states, and one version of each record.
         optimizer: a class of `torch.optim`, or (class, keyword arguments). The store has its states. The default is the
             configured optimizer, or AdamW.
-        peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
-        quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``, which means the setting `quantize`.
-        finish: in place of `peft_config`, a function that is called with the model before it is offloaded, and returns
-            it with its adapters or other changes. It is called twice: with the model on meta, and with the streamed
-            model, whose weights it may read. Weights that it replaces, such as resized embeddings, are in memory whole.
-        kwargs: as for the model class's `from_pretrained`, such as `revision`, `trust_remote_code`, and entries that
-            override those of the checkpoint's config (`num_labels`, `attention_dropout`).
+        peft_config: a configuration of PEFT. The result is then a `PeftModel`, and its base is streamed too.
+        quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``. It sets the setting `quantize`.
+        finish: a function to use instead of `peft_config`. It is called with the model before it is offloaded, and
+            returns the model with adapters or other changes. It is called twice: with a model on the meta device, and
+            with the streamed model, whose weights it may read. Weights that it replaces, such as resized embeddings,
+            are in memory as a whole.
+        kwargs: arguments of the model class's `from_pretrained`, such as `revision` and `trust_remote_code`, and values
+            for the checkpoint's config (`num_labels`, `attention_dropout`).
 
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
     capacities that are too small, for another model's store, and for dtypes that cannot be trained.
@@ -168,7 +168,7 @@ def from_pretrained(
         rules=None if optimizer is None else make_optimizer_choice(optimizer).rules,
     )
     layout = lay_out(recipe.skeleton)
-    # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
+    # A float16 checkpoint that is trained with bf16=True is saved in 2 bytes per weight again.
     loaded_dtypes = {} if recipe.was_float16 else dtypes_of(recipe.skeleton)
     saved_dtypes = dtypes_to_save(layout, settings.save_dtype, loaded_dtypes)
     recipe.check(layout)
@@ -184,8 +184,8 @@ def from_pretrained(
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> OffloadEngine:
-    """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
-    recomputes activations as configured."""
+    """Attach an engine to a model whose weights are in the store. Afterwards the model saves weights from the store,
+    and recomputes activations as configured."""
     _tell_what_is_slow(model, layout, config, tiers.device)
     check_rank_model(model, tiers.links.ranks)
     if config.ranks.per_row > 1:
@@ -222,13 +222,13 @@ def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: Resolved
     computes_bfloat16 = device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
-            "this CPU has no bfloat16 units, so bfloat16 matmuls run up to 200 times slower than float32 ones; train "
-            "in float32, or on a GPU"
+            "this CPU has no bfloat16 units, so bfloat16 matmuls run up to 200 times slower than float32 matmuls; "
+            "train in float32, or on a GPU"
         )
 
 
 class _PlannedSteps:
-    """Answers the engine's questions about the steps of a run."""
+    """Tells the engine which backward is final, and plans steps for it."""
 
     def __init__(self, model: nn.Module, plan: RunPlan, timeouts: StepTimeouts) -> None:
         self._model = weakref.ref(model)
@@ -236,8 +236,8 @@ class _PlannedSteps:
         self._timeouts = timeouts
 
     def is_final_backward(self) -> bool:
-        """Return whether a backward is the last one of its step. The model's `Accelerator` decides it. Without an
-        `Accelerator` every backward is."""
+        """Return whether this backward is the last of its step. The model's `Accelerator` decides this. Without an
+        `Accelerator` each step has one backward."""
         return not is_prepared(self._model()) or bool(GradientState().sync_gradients)
 
     def plan(self, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
@@ -263,13 +263,13 @@ class _PlannedSteps:
 
 
 class _RunFacts:
-    """What commits say of the plan, and the rows that each expert had. Commits keep this object, and must not keep the
-    plan, which has the model."""
+    """Facts for commits: choices of the plan, and the number of rows of each expert. Commits keep this object. It has
+    only weak references to the plan and the engine, because these keep the model."""
 
     def __init__(self, plan: RunPlan, engine: OffloadEngine) -> None:
         self._plan, self._engine = weakref.ref(plan), weakref.ref(engine)
         self._last: dict[str, Any] = {}
-        """Of the commit before, for the commit of a model that was deleted."""
+        """Facts of the previous commit. They are used if the model was deleted."""
 
     def of_commit(self) -> dict[str, Any]:
         plan, engine = self._plan(), self._engine()

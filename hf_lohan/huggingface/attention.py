@@ -1,6 +1,6 @@
-"""Cuts the inputs of transformers' layers, and runs their attention over the keys that a chunk of queries sees.
+"""Splits the inputs of transformers' layers, and runs attention over the keys that a chunk of queries sees.
 
-A mask of all pairs of tokens is never made for a layer in chunks: masks stay functions until a chunk needs its part.
+For a layer in chunks, the mask of all pairs of tokens is never computed. Each chunk computes its own part of the mask.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from hf_lohan.engine.model_hooks import step_shape
 logger = logging.getLogger(__name__)
 
 _CUT_ATTENTION = ("sdpa", "eager")
-"""Implementations of attention whose layers can be cut within rows."""
+"""Layers with these implementations of attention can be split within rows."""
 _NUM_CHECKED = 8
-"""First training forwards of a run whose position ids are checked."""
+"""Number of first training forwards of a run in which position ids are checked."""
 _MOST_SEGMENTS = 64
-"""Documents of one chunk that are computed one by one. A chunk with more of them gets a mask."""
+"""A chunk with at most this many documents computes them one by one. A chunk with more documents gets a mask."""
 
 
 @contextlib.contextmanager
 def next_forward_of(rows: CutRows) -> Iterator[None]:
-    """Training forwards of this thread in this context compute a part of these rows."""
+    """In this context, training forwards of this thread compute a part of ``rows``. Other ranks compute the rest."""
     _current.announced = rows
     try:
         yield
@@ -59,21 +59,21 @@ def next_forward_of(rows: CutRows) -> Iterator[None]:
 
 
 def computes_a_part() -> bool:
-    """Return whether this thread's running forward computes a part of its rows."""
+    """Return whether the running forward of this thread computes only a part of its rows."""
     return _current.rows is not None
 
 
 class _Current(threading.local):
-    """State of one thread's forward."""
+    """State of the forward of each thread."""
 
     are_masks_pending = False
-    """Whether masks stay functions."""
+    """Whether masks are created as `PendingMask`."""
     announced: CutRows | None = None
     """The rows of the next training forward, if several ranks share them."""
     rows: CutRows | None = None
     """The rows of the running forward, if several ranks share them."""
     attention: _SeenByChunk | None = None
-    """What the running chunk sees, if its attention needs no mask."""
+    """The keys that the running chunk sees, if its attention needs no mask."""
 
 
 _current = _Current()
@@ -85,8 +85,8 @@ def run_layers_in_chunks(
     layers: Mapping[nn.Module, str],
     row_memory: RowMemory | None = None,
 ) -> ChunkedLayers:
-    """Have the layers of a model run in chunks once `ChunkedLayers.cut` has a number of tokens. ``row_memory``: the
-    memory of the ranks that share the rows of all training forwards (`ranks.per_row`)."""
+    """Let the layers of a model run in chunks as soon as `ChunkedLayers.cut` gets a number of tokens. ``row_memory``:
+    the shared memory of the ranks that share rows in all training forwards (`ranks.per_row`)."""
     chunked = cuttable_layers(model, layers, activations)
     activations.runs_in_chunks.update(
         {layer: functools.partial(_runs_in_chunks, of_layer) for layer, of_layer in chunked.of_layer.items()}
@@ -104,7 +104,7 @@ def run_layers_in_chunks(
             if _current.rows is None:
                 raise ValueError(
                     f"ranks.per_row: {row_memory.links.ranks.num_ranks} divides the rows of a Trainer's batches among "
-                    "ranks, and this training forward has whole rows; train with Trainer and its own loss, or leave "
+                    "ranks, but this training forward has whole rows; train with Trainer and its own loss, or leave "
                     "ranks.per_row out"
                 )
             chunked.begin_forward(RowsOfRanks(_current.rows.pieces, row_memory))
@@ -131,22 +131,22 @@ def run_layers_in_chunks(
 
 
 def _warn_of_ignored_documents(kwargs: Mapping[str, Any]) -> bool:
-    """Warn if transformers will ignore that position ids begin anew, which it does beside a mask. Returns whether it
-    will."""
+    """Warn if position ids begin anew within a row and there is a mask, because transformers then ignores this. Returns
+    whether it warned."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(positions, Tensor) or not isinstance(mask, Tensor) or positions.dim() != 2 or mask.dim() != 2:
         return False
     if not bool(mask.all()) or not bool((positions[:, 1:] < positions[:, :-1]).any()):
         return False
     logger.warning(
-        "position_ids begin anew within a row, but the attention_mask beside them is all ones, so transformers lets "
+        "position_ids begin anew within a row, but an attention_mask of ones was passed too, so transformers lets "
         "tokens attend to earlier documents of their row; leave out attention_mask to keep the documents apart"
     )
     return True
 
 
 class _NoFrames:
-    """Frames of layers that run on paper (`ChunkFrames`)."""
+    """`ChunkFrames` for layers that are only traced on fake tensors."""
 
     def begin_chunk(self, layer_name: str) -> None:
         return None
@@ -164,13 +164,13 @@ class _NoFrames:
 def cuttable_layers(
     model: nn.Module, layers: Mapping[nn.Module, str], frames: ChunkFrames | None = None
 ) -> ChunkedLayers:
-    """Return the layers of a model, which can be traced or run in chunks. ``frames``: None for a trace alone."""
+    """Return the layers of a model, to trace them or run them in chunks. ``frames`` is None if they are only traced."""
     norms = norms_outside(model, list(layers))
     return ChunkedLayers(layers, LayerCall.of, _NoFrames() if frames is None else frames, _masks_pending, norms)
 
 
 def _take_masks_and_attention() -> None:
-    """Have transformers make masks and run attention by functions that know chunks. Other calls stay as they are."""
+    """Let transformers call functions of this module for masks and attention. Outside of chunks they call the stock."""
     for name in _CUT_ATTENTION:
         replace_mask(name, _make_mask)
     replace_attention("sdpa", _attend)
@@ -178,7 +178,7 @@ def _take_masks_and_attention() -> None:
 
 @contextlib.contextmanager
 def _masks_pending() -> Iterator[None]:
-    """Keep masks functions within this context."""
+    """In this context, masks are created as `PendingMask`."""
     _take_masks_and_attention()
     before, _current.are_masks_pending = _current.are_masks_pending, True
     try:
@@ -195,17 +195,17 @@ def _runs_in_chunks(chunked: ChunkedLayer, args: tuple[Any, ...], function: Any)
 
 
 class PendingMask(Tensor):
-    """A mask that is a function until its values are needed. Any operation computes it whole."""
+    """A mask whose values are computed when they are needed. Any tensor operation computes the whole mask."""
 
     _make: Callable[..., Tensor]
     _options: dict[str, Any]
     _whole: Tensor | None
     _pattern: MaskPattern
     _documents: list[list[int]] | None
-    """By row, the first token of the document of each token."""
+    """For each row and token: index of the first token of its document."""
     _is_padded: bool
     is_padded_before: bool
-    """Whether some row has padding before a token."""
+    """Whether a row has padding before a token."""
 
     @classmethod
     def from_function(cls, make: Callable[..., Tensor], options: dict[str, Any], pattern: MaskPattern) -> PendingMask:
@@ -234,7 +234,7 @@ class PendingMask(Tensor):
         return self._pattern.is_causal
 
     def part(self, tokens: TokenRange, first_key: int) -> Tensor:
-        """Return the mask of a chunk's queries and its keys from ``first_key`` on."""
+        """Return the mask of a chunk's queries, for keys from ``first_key`` to the end of the chunk."""
         options, first_row = dict(self._options), tokens.first_row
         function, padding = options["mask_function"], options.get("attention_mask")
 
@@ -254,7 +254,7 @@ class PendingMask(Tensor):
         return self._make(**options)
 
     def first_key(self, tokens: TokenRange) -> int:
-        """Return the first key that some query of a chunk sees. Earlier keys are seen by none."""
+        """Return the index of the first key that any query of a chunk sees."""
         first = 0
         if self._pattern.window is not None:
             first = max(first, tokens.start - self._pattern.window + 1)
@@ -263,8 +263,8 @@ class PendingMask(Tensor):
         return first
 
     def segments(self, tokens: TokenRange) -> tuple[tuple[int, int, int], ...] | None:
-        """Return (start, stop, first key) of the parts of a chunk that see all earlier keys from their first key on.
-        None if some query sees other keys."""
+        """Divide a chunk into (start, stop, first key) parts. Queries of a part see all keys from the first key to
+        their own position. Return None if a query sees other keys."""
         if not self._pattern.is_known or self._is_padded or not self._pattern.is_causal:
             return None
         rows = range(tokens.first_row, tokens.last_row)
@@ -303,7 +303,7 @@ _SHAPE_ATTRIBUTES = frozenset((Tensor.shape, Tensor.dtype, Tensor.device, Tensor
 
 
 def _first_tokens(documents: Tensor) -> list[list[int]]:
-    """Return, by row and token, the first token of its document. Documents [rows, tokens] have rising numbers."""
+    """Return for each row and token the first token of its document. ``documents``: document indices [rows, tokens]."""
     rows: list[list[int]] = []
     for row in documents.tolist():
         firsts: list[int] = []
@@ -314,7 +314,7 @@ def _first_tokens(documents: Tensor) -> list[list[int]]:
 
 
 def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the stock mask, or a function of it in a forward in chunks."""
+    """Return the stock mask, or in a forward in chunks a `PendingMask` of it."""
     if _current.rows is not None:
         return _mask_of_rows(stock, _current.rows, *args, **kwargs)
     if args or not _current.are_masks_pending or not {"q_length", "kv_length", "mask_function"} <= kwargs.keys():
@@ -325,18 +325,18 @@ def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if stock.__name__ == "sdpa_mask" and is_causal_mask_skipped(kwargs):
         return None
     pattern = mask_pattern(kwargs["mask_function"])
-    if not pattern.is_causal:  # its layers are not cut, and stock may need no mask
+    if not pattern.is_causal:  # layers with this mask are not split, and the stock function may return None
         return stock(**kwargs)
     return PendingMask.from_function(stock, kwargs, pattern)
 
 
 def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs: Any) -> PendingMask:
-    """Return the mask of whole rows, for a model that asks for the mask of its own tokens."""
+    """Return the mask of whole rows, while the model asks for the mask of this rank's tokens."""
     pattern = mask_pattern(kwargs.get("mask_function", stock))
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
-            "ranks.per_row divides rows whose tokens see all earlier ones, those of a window, or those of their "
-            "document, and this model has a mask of another form; leave ranks.per_row out"
+            "ranks.per_row needs tokens that see all earlier tokens, or the earlier tokens of a window or of their "
+            "document, but this model has a mask of another form; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length
@@ -357,7 +357,7 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
 
 @dataclass(slots=True)
 class _SeenByChunk:
-    """What a chunk's queries see."""
+    """The range of a chunk's queries, and the keys that they see (`PendingMask.segments`)."""
 
     start: int
     stop: int
@@ -375,7 +375,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> Any:
-    """Run the stock attention, or that of a chunk which needs no mask."""
+    """Run the stock attention, or the attention of a chunk that needs no mask."""
     seen = _current.attention
     if seen is None or attention_mask is not None or query.shape[2] != seen.stop - seen.start:
         return stock(module, query, key, value, attention_mask, **options)
@@ -411,7 +411,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _mask_of(seen: _SeenByChunk, device: torch.device) -> Tensor:
-    """Return the mask [1, 1, queries, keys] of a chunk, in bool."""
+    """Return the bool mask [1, 1, queries, keys] of a chunk."""
     keys = torch.arange(seen.first_key, seen.stop, device=device)
     queries = torch.arange(seen.start, seen.stop, device=device)
     first = torch.empty_like(queries)
@@ -434,7 +434,7 @@ class LayerCall:
         self._shape = hidden.shape
         self._recorded = recorded_names()
         self._is_shared = _current.rows is not None
-        """Whether other ranks have tokens of these rows."""
+        """Whether other ranks compute tokens of the same rows."""
 
     @classmethod
     def of(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, LayerCall]:
@@ -469,7 +469,7 @@ class LayerCall:
         if mask is None and (implementation != "sdpa" or self._is_shared):
             raise NotCuttableError("has attention without a mask")
         if isinstance(mask, PendingMask) and mask.is_padded_before and implementation == "eager":
-            # The last padding predicts the first token. It sees no key, which eager softmax makes all keys of the row.
+            # The last padding token predicts the first token. It sees no key, and eager softmax then uses all keys.
             raise NotCuttableError("runs eager attention over padding before tokens")
         if isinstance(mask, PendingMask) and not mask.is_causal:
             raise NotCuttableError("sees later tokens")
@@ -517,7 +517,7 @@ class LayerCall:
         return next((name for name in CACHE_NAMES[:3] if name in known or name in self._arguments), None)
 
     def _cut_all(self, tokens: TokenRange) -> tuple[dict[str, Any], int, _SeenByChunk | None]:
-        """Return the inputs for a chunk, its first key, and what it sees if it needs no mask."""
+        """Return the inputs for a chunk, its first key, and the keys that it sees if it needs no mask."""
         cut = {name: self._cut(value, tokens) for name, value in self._arguments.items() if name != "attention_mask"}
         tokens = tokens.in_row
         if "attention_mask" not in self._arguments:
@@ -565,7 +565,7 @@ class LayerCall:
         rows, length = self._shape[:2]
         token_dim = _only_dim(value, length, preferred=1)
         row_dim = None
-        if rows > 1:  # the dimension of rows is before that of tokens; a head may have the same size
+        if rows > 1:  # the dimension of rows precedes the dimension of tokens; later ones may have the same size
             row_dim = _only_dim(value, rows, preferred=0, before=token_dim)
         if row_dim is not None:
             value = value.narrow(row_dim, tokens.first_row, tokens.last_row - tokens.first_row)
@@ -575,7 +575,7 @@ class LayerCall:
 
 
 def _only_dim(tensor: Tensor, size: int, *, preferred: int, before: int | None = None) -> int | None:
-    """Return the dimension of a tensor, ``before`` a given one, that has ``size`` elements, or None."""
+    """Return the dimension of a tensor with ``size`` elements, or None. Only dimensions ``before`` this one count."""
     dims = [dim for dim, of_dim in enumerate(tensor.shape[:before]) if of_dim == size]
     if len(dims) > 1 and preferred not in dims:
         raise NotCuttableError("has an input whose dimensions are not clear")

@@ -1,7 +1,7 @@
-"""Layers that `torch.compile` compiles, as accelerate's regional compilation does: each kind of layer once.
+"""Compiles layers with `torch.compile`, as accelerate's regional compilation does: each kind of layer once.
 
-A graph gets a layer's weights as arguments, so it reads them in whichever slot they are. A compiled layer is recomputed
-whole. Its input may be swapped, but no operation within it, because a graph hides its operations.
+A graph gets a layer's weights as arguments, so the weights may be in any slot. A compiled layer is recomputed whole.
+Its input may be swapped, but not the outputs of operations within it, because a graph hides its operations.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ logger = logging.getLogger(__name__)
 _RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs."""
 _MOST_GRAPHS = 64
-"""Of a kind of layer: with a window or without, in training or evaluation, for one length or for all, frozen or not."""
+"""Maximum number of graphs for a kind of layer: with or without a window, training or not, lengths, frozen or not."""
 
 
 def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDynamoPlugin) -> None:
-    """Raise ValueError if accelerate's ``plugin`` asks for a compilation that is not possible under offload."""
+    """Raise ValueError if accelerate's ``plugin`` has settings that offload does not support."""
     if not _compiles(plugin):
         return
     backend, mode = plugin.backend.value.lower(), plugin.mode
     given = f"backend {backend!r}" if backend == "cudagraphs" else f"mode {mode!r}"
     if backend == "cudagraphs" or mode in _RECORDS_GRAPHS or (plugin.options or {}).get("triton.cudagraphs"):
         raise ValueError(
-            f"torch.compile with the {given} records CUDA graphs, which read weights at fixed addresses, and streamed "
+            f"torch.compile with the {given} records CUDA graphs, which read weights at fixed addresses, but streamed "
             "weights move between slots; use the backend 'inductor' with the mode 'default' or "
             "'max-autotune-no-cudagraphs'"
         )
     if backend == "inductor" and device.type == "cuda" and records_cuda_graphs():
         raise ValueError(
-            "torch._inductor.config.triton.cudagraphs is set, and CUDA graphs read weights at fixed addresses, and "
+            "torch._inductor.config.triton.cudagraphs is set, and CUDA graphs read weights at fixed addresses, but "
             "streamed weights move between slots; set it to False, or leave torch_compile off"
         )
     if backend not in (available := compilers()):
@@ -75,8 +75,8 @@ def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDy
 
 
 def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDynamoPlugin) -> None:
-    """Compile an offloaded model as accelerate's ``plugin`` says, if it says so. All ranks call this together, once for
-    each model. Raises ValueError if that is not possible, and RanksDisagreeError if ranks have other plugins."""
+    """Compile an offloaded model if accelerate's ``plugin`` asks for it. All ranks call this together, once for each
+    model. Raises ValueError if this is not possible, and RanksDisagreeError if the plugins of ranks differ."""
     advice = "give all ranks the same torch_compile, dynamo_backend and ACCELERATE_DYNAMO_ variables"
     settings = {name: str(value) for name, value in vars(plugin).items()}
     check_equal("the settings of torch.compile", lambda: settings, engine.links, advice)
@@ -117,7 +117,7 @@ def _compiles(plugin: TorchDynamoPlugin) -> bool:
 
 
 def _is_compilable(engine: OffloadEngine, module: nn.Module) -> bool:
-    """Return whether a graph can have a module. It cannot have the hooks that load a block."""
+    """Return whether a graph can contain a module. A graph cannot contain the hooks that load a block."""
     inside = set(module.modules())
     loading = (engine.layout.model_blocks.needs.keys() | engine.experts.keys()) - {module}
     return inside.isdisjoint(loading) and not has_foreign_forward(module)
@@ -126,14 +126,14 @@ def _is_compilable(engine: OffloadEngine, module: nn.Module) -> bool:
 def _regions_outside_layers(engine: OffloadEngine) -> Iterator[nn.Module]:
     layers = set(engine.layout.model_blocks.layers)
     for module in compiled_regions(engine.model):
-        # A graph of one operation gains nothing, and has no module for its weights, which may be shared or be rows.
+        # A graph of one operation gains nothing. Its weights may be shared, or be rows of an embedding.
         is_one_operation = isinstance(module, nn.Embedding | nn.Linear | nn.ModuleList | nn.ModuleDict)
         if module not in layers and not is_one_operation and _is_compilable(engine, module):
             yield module
 
 
 def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Make no cache in a forward for a loss, because layers with a cache are not compiled."""
+    """Set `use_cache=False` in a forward for a loss, because layers with a cache are not compiled."""
     is_for_loss = torch.is_grad_enabled() or kwargs.get("labels") is not None
     if is_for_loss and kwargs.get("use_cache") is None and cache_among(kwargs) is None:
         kwargs = {**kwargs, "use_cache": False}
@@ -141,18 +141,18 @@ def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a compiled module."""
+    """Run the forward of a compiled module."""
     if runs_as_checkpoint(module):
-        return type(module).forward(module, *args, **kwargs)  # which calls `ActivationTiers.run_layer`
+        return type(module).forward(module, *args, **kwargs)  # it calls `ActivationTiers.run_layer`
     forward = own_forward(module)
-    # Generation has other shapes at each token, and a graph knows a cache's state.
+    # Calls with a cache run eager, because generation has new shapes at each token, and graphs depend on the cache.
     if cache_among(kwargs) is None and not any(isinstance(value, Cache) for value in args):
         forward = forms.of(forward)
     return forward(module, *args, **kwargs)
 
 
 class _Forms:
-    """The compiled forms of functions."""
+    """Compiles functions, and keeps their compiled forms."""
 
     def __init__(self, options: Mapping[str, Any], before: Callable[[], object]) -> None:
         """``options``: arguments of `torch.compile`. ``before`` is called before a function is compiled."""
@@ -161,7 +161,7 @@ class _Forms:
         self._forms: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled form of a forward. In a trace, whose operations a graph would hide, it is the forward."""
+        """Return the compiled form of a forward. In a trace, return the forward, because a graph hides operations."""
         if is_dispatched():
             return forward
         if forward not in self._forms:
@@ -170,10 +170,10 @@ class _Forms:
         return self._forms[forward]
 
     def of_checkpoint(self, function: Any) -> Any:
-        """Return the compiled form of what transformers runs as a checkpoint of a layer."""
+        """Return the compiled form of the function that transformers passes to a layer's checkpoint."""
         if isinstance(function, functools.partial) and isinstance(function.func, FunctionType):
             return functools.partial(self._run, function)
-        return function  # before transformers 5.23 it calls `_forward`
+        return function  # in transformers before 5.23 the function calls `_forward`
 
     def _run(self, function: functools.partial[Any], *args: Any) -> Any:
         return self.of(function.func)(*function.args, *args, **function.keywords)

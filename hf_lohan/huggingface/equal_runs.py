@@ -1,5 +1,4 @@
-"""What ranks must have the same at the start of a run, as values for `check_equal`: packages, arguments, the model's
-config, and the files of a checkpoint."""
+"""Checks that all ranks start a run with equal packages, arguments, configs of the model and checkpoint files."""
 
 from __future__ import annotations
 
@@ -22,25 +21,25 @@ from hf_lohan.ranks import Links, check_equal
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl")
 _LIBRARIES = ("transformers", "trl")
-"""Libraries whose arguments are compared. A subclass of a user may have anything in its own."""
+"""Only arguments that these libraries define are compared. Arguments of a user's subclass may differ."""
 _LOCAL_ARGUMENTS = {
     *("debug", "disable_tqdm", "local_rank", "model_init_kwargs", "output_dir", "project", "push_to_hub", "report_to"),
     *("resume_from_checkpoint", "run_name", "skip_memory_metrics", "torch_empty_cache_steps", "dataset_num_proc"),
     *("dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers"),
     *("dataloader_pin_memory", "dataloader_prefetch_factor"),
 }
-"""Arguments that may differ between ranks. `check_equal_checkpoints` compares what `model_init_kwargs` load."""
+"""Arguments that may differ between ranks. `check_equal_checkpoints` compares the result of `model_init_kwargs`."""
 _LOCAL_PREFIXES = ("ddp_", "do_", "hub_", "log_", "trackio_", "vllm_")
 _LOCAL_SUFFIXES = ("_dir", "_file", "_path")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _NUM_PAGES = 4096
-"""Pages of a checkpoint that are compared, unless it has more tensors. Each tensor has at least one."""
+"""Number of pages of a checkpoint that are compared, but at least one of each tensor."""
 _PAGE_BYTES = 4096
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def check_equal_packages(links: Links) -> None:
-    """Raise RanksDisagreeError if ranks have other versions of packages that compute."""
+    """Raise RanksDisagreeError if ranks have different versions of packages that compute."""
     check_equal("the versions of packages", _versions, links, "install the same packages on all machines")
 
 
@@ -55,7 +54,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def check_equal_arguments(args: TrainingArguments, links: Links) -> None:
-    """Raise RanksDisagreeError if ranks have other arguments that decide what is computed."""
+    """Raise RanksDisagreeError if ranks have different arguments, and these affect the results."""
     find = functools.partial(_argument_values, args)
     check_equal("the training arguments", find, links, "give all ranks the same training arguments")
 
@@ -76,17 +75,17 @@ def _is_local(argument: str) -> bool:
 
 
 def check_equal_configs(config: Any, links: Links) -> None:
-    """Raise RanksDisagreeError if ranks have another config of the model. Models of other libraries have none."""
+    """Raise RanksDisagreeError if ranks have different configs of the model. A model without a config passes."""
     find = functools.partial(_config_values, config)
     check_equal("the model's config", find, links, "give all ranks the same model and attn_implementation")
 
 
 def check_equal_checkpoints(path: str | os.PathLike[str], links: Links, config: Any = None) -> None:
-    """Raise RanksDisagreeError if ranks would read other weights from their files at ``path``, a folder or a file.
-    ``config``: the config with which they are loaded.
+    """Raise RanksDisagreeError if ranks would read different weights from ``path``, a folder or a file. ``config``: the
+    config with which the weights are loaded.
 
-    Compares sizes, the heads of safetensors files, and some pages of each tensor, because each rank reads only its own
-    part of the weights.
+    Compares sizes, the headers of safetensors files, and some pages of each tensor. Not all data are compared, because
+    each rank reads only its own part of the weights.
     """
     advice = f"give all ranks the same files in {os.fspath(path)!r} (the same revision, or one copied folder)"
     check_equal(
@@ -109,7 +108,7 @@ def _config_values(config: Any) -> dict[str, Any]:
 
 
 def _content_values(path: Path) -> dict[str, Any]:
-    """Return the sizes of a checkpoint's files, and hashes of their heads and of pages of their tensors."""
+    """Return the sizes of a checkpoint's files, and hashes of their headers and of pages of their tensors."""
     files = {file: _extents(file) for file in _files_of(path)}
     num_tensors = sum(len(extents) for extents in files.values())
     values: dict[str, Any] = {}
@@ -137,8 +136,8 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _extents(file: Path) -> dict[str, tuple[int, int]]:
-    """Return the first and the last byte of each tensor of a file, by name. A file that is not of safetensors is one
-    tensor."""
+    """Return a dict from tensor name to its range of bytes in a file. A file of another format than safetensors counts
+    as one tensor."""
     size = file.stat().st_size
     if file.suffix == ".safetensors":
         with file.open("rb") as opened:
@@ -153,12 +152,12 @@ def _extents(file: Path) -> dict[str, tuple[int, int]]:
                         if name != "__metadata__"
                     }
                 except (ValueError, TypeError, KeyError, AttributeError):
-                    pass  # a damaged file, which the loader names
+                    pass  # the file is damaged, and the loader raises an error later
     return {"the content": (0, size)}
 
 
 def _pages_in(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield byte ranges of at most ``most`` pages, spread evenly over a tensor."""
+    """Yield the byte ranges of at most ``most`` pages that are spread evenly over a tensor."""
     if stop - start <= most * _PAGE_BYTES:
         yield start, stop
         return
@@ -175,7 +174,7 @@ def _hash_of(descriptor: int, ranges: list[tuple[int, int]]) -> str:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value in JSON types, without what is private or local in dicts."""
+    """Convert a value to JSON types. Private keys of dicts are left out."""
     if isinstance(value, Mapping):
         return {str(name): _in_json(item) for name, item in value.items() if not str(name).startswith("_")}
     if isinstance(value, list | tuple | set):

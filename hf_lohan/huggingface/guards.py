@@ -32,7 +32,7 @@ from hf_lohan.planning import check_together, why_not_together
 from hf_lohan.wording import states_setting
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-"""Launch types that place weights themselves."""
+"""Launch types of accelerate that place weights themselves."""
 
 _UNSUPPORTED_PRECISIONS = {
     "fp16": "needs loss scaling, which offload does not do",
@@ -44,15 +44,15 @@ _SET_BY_TRAINER = {
     *("bf16", "default_ssd_path", "hold_gradients", "is_trained", "offload", "optimizer", "peft_config"),
     *("quantization_config", "sums_gradients", "torch_device"),
 }
-"""Arguments of `hf_lohan.from_pretrained` that a Trainer has from elsewhere."""
+"""Arguments of `hf_lohan.from_pretrained` that a Trainer sets itself."""
 
 _ONE_STEP_EACH = ("transformers", "hf_lohan")
 """Packages whose Trainer treats each micro-batch of a step independently."""
 
 
 def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> None:
-    """Raise ValueError for an invalid first argument of a Trainer. ``makes_models``: the trainer itself loads models
-    from paths, as TRL's do."""
+    """Raise ValueError for an invalid first argument of a Trainer. ``makes_models``: whether the trainer itself loads
+    models from paths, as TRL's trainers do."""
     if isinstance(model, TrainingArguments):
         raise ValueError(
             "TrainingArguments were passed as the first argument, which is the model; write Trainer(model=..., "
@@ -69,8 +69,8 @@ def check_has_model(settings: Mapping[str, Any]) -> None:
     """Raise ValueError if a Trainer that offloads has no model. ``settings``: its arguments by name."""
     if settings.get("model") is None and settings.get("model_init") is None:
         raise ValueError(
-            "this Trainer was given no model to offload; pass model=: a checkpoint's folder, its name on the Hub, or "
-            "a model"
+            "this Trainer was given no model to offload; pass model=..., which may be a checkpoint folder, a name in "
+            "the Hub, or a model"
         )
 
 
@@ -89,7 +89,7 @@ def check_model_init_kwargs(model_init_kwargs: Mapping[str, Any], model: Any) ->
 
 @contextlib.contextmanager
 def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
-    """In this context, replace torch's IndexError by a ValueError if a token of the batch is not in the model's
+    """In this context, raise ValueError instead of torch's IndexError if a token of the batch is not in the model's
     vocabulary."""
     try:
         yield
@@ -139,24 +139,22 @@ def check_arguments(args: TrainingArguments) -> None:
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
     """Raise ValueError for arguments of a TRL trainer that offload does not support. ``settings``: the arguments by
-    name. ``is_joint``: the micro-batches of a step run together."""
+    name. ``is_joint``: whether the micro-batches of a step run together."""
     args = settings["args"]
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
         "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class, by "
         "class MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
-        "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as "
-        "planned; leave it off, and set activations in the offload config": (
-            getattr(args, "activation_offloading", False)
-        ),
+        "activation_offloading=True is not needed, because offload keeps, swaps or recomputes activations as planned; "
+        "leave it off, and set activations in the offload config": getattr(args, "activation_offloading", False),
         "sync_ref_model=True changes the reference model, whose weights are frozen in a separate store; leave it off "
         "under offload": getattr(args, "sync_ref_model", False),
-        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, and the streamed model "
-        "generates": getattr(args, "use_vllm", False),
+        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, so that the streamed "
+        "model generates": getattr(args, "use_vllm", False),
         "use_transformers_continuous_batching=True casts the whole model, whose weights are in the store; leave it off "
         "under offload": getattr(args, "use_transformers_continuous_batching", False),
-        "cast_lm_head_to_fp32=True gives one block another dtype than the others; leave it off under offload, or "
+        "cast_lm_head_to_fp32=True gives the head another dtype than other blocks; leave it off under offload, or "
         "train in float32 with bf16=False": getattr(args, "cast_lm_head_to_fp32", False),
         f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
             device_map
@@ -172,8 +170,8 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
 
 
 def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
-    """Return why `vertical_micro_batches: auto` must not run a trainer's micro-batches together; None if it may.
-    Methods of other packages may count their calls, or use a micro-batch's result before the next one begins."""
+    """Return why `vertical_micro_batches: auto` must not run a trainer's micro-batches together, or None if it may.
+    Methods of other packages may count their calls, or use a micro-batch's result before the next micro-batch."""
     for name in ("training_step", "compute_loss", "get_batch_samples", "_prepare_inputs"):
         package = getattr(trainer, name).__module__.partition(".")[0]
         if package not in _ONE_STEP_EACH:
@@ -186,7 +184,7 @@ def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
         return "neftune_noise_alpha would draw different random numbers"
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
-            return f"{type(callback).__name__} has an on_substep_end, which would be called before its micro-batch runs"
+            return f"on_substep_end of {type(callback).__name__} would be called before the micro-batch runs"
     return why_not_together(trainer.model)
 
 
@@ -223,15 +221,15 @@ def check_model(model: Any) -> None:
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
         raise ValueError("a model wrapped by torch.compile cannot be offloaded; pass the original model")
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # it may be a path, or None with `model_init`
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # others are a path, or None with `model_init`
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     parameters = model.named_parameters() if isinstance(model, nn.Module) else ()
     sharded = next((name for name, parameter in parameters if hasattr(parameter, "device_mesh")), None)
     if sharded is not None:
         raise ValueError(
-            f"{sharded!r} is a DTensor, a shard of a parameter, and offload computes whole parameters on each GPU; "
-            "load the model without distributed_config, tp_plan and tp_size"
+            f"{sharded!r} is a DTensor (a shard of a parameter), but offload computes with whole parameters on each "
+            "GPU; load the model without distributed_config, tp_plan and tp_size"
         )
     if isinstance(configs := getattr(model, "peft_config", None), Mapping):
         check_kinds(configs.values())

@@ -1,4 +1,4 @@
-"""Starts scripts and the command `lohan` in several processes, by accelerate's launcher (`lohan launch`)."""
+"""Starts scripts (`lohan launch`) and the command `lohan` in several processes, with accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from hf_lohan.wording import times
 
 def launch_script(arguments: Sequence[str]) -> int:
     """Run an unmodified script offloaded: `[--offload X] [--trace] [options of accelerate launch] script.py [args]`.
-    Returns the script's exit status. Raises ValueError, before anything is started, for unsupported options. For
-    unknown options argparse exits with status 2."""
+    Returns the script's exit status. Raises ValueError for unsupported options, before anything is started. argparse
+    exits with status 2 for unknown options."""
     options = _parser().parse_args(arguments)
     try:
         launch_offloaded(options, _offload_options(options))
@@ -41,8 +41,8 @@ def launch_script(arguments: Sequence[str]) -> int:
 
 
 def launch_lohan(num_processes: int, arguments: Sequence[str]) -> int | None:
-    """Run the command `lohan` in several processes, and return the exit status. Returns None, and starts nothing, if
-    one process is asked for, or this is already one of so many. Raises ValueError if this is one of another number."""
+    """Run the command `lohan` in several processes, and return the exit status. If ``num_processes`` is 1 or a launcher
+    has already started so many processes, return None. Raises ValueError if it has started another number."""
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes} must be at least 1")
     num_here = int(os.environ.get("WORLD_SIZE", "1"))
@@ -79,7 +79,7 @@ def _parser() -> ArgumentParser:
 
 
 def _offload_options(options: Namespace) -> list[str]:
-    """Return the options for `hf_lohan.run`. Raises ValueError if there is no such script or no such configuration."""
+    """Return the options for `hf_lohan.run`. Raises ValueError if the script or the configuration does not exist."""
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
     options.offload = options.offload or offload_of_environment(may_fit=False) or ALL_AUTO
@@ -91,11 +91,11 @@ def _offload_options(options: Namespace) -> list[str]:
 
 
 def launch_offloaded(options: Namespace, our_options: Sequence[str]) -> None:
-    """Run the script of these options of accelerate's launcher through `hf_lohan.run`, with ``our_options``. Raises
-    ValueError, before anything is started, if the options do not allow it, and the launcher's errors."""
+    """Run the script in ``options`` (of accelerate's launcher) through `hf_lohan.run` with ``our_options``. Raises the
+    launcher's errors, and ValueError for unsupported options, before anything is started."""
     if options.no_python:
         raise ValueError(
-            "--no_python starts a program that is not Python, and only Python can be offloaded; leave it out"
+            "--no_python starts a program that is not Python, but only Python can be offloaded; leave it out"
         )
     target = ["-m", options.training_script] if options.module else [options.training_script]
     options.training_script_args = [*our_options, *target, *options.training_script_args]
@@ -121,7 +121,7 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     if (precision := options.mixed_precision or getattr(defaults, "mixed_precision", None)) == "fp8":
         from hf_lohan.huggingface.guards import check_precision  # imports transformers
 
-        check_precision(precision)  # before accelerate asks for a package
+        check_precision(precision)  # must precede accelerate's error about a missing package
     num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
     num_machines = options.num_machines or getattr(defaults, "num_machines", 1) or 1
     num_local = max(1, num_processes // num_machines)
@@ -135,7 +135,7 @@ def _complete_options(options: Namespace) -> dict[str, str]:
             f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
             "start one for each GPU, or give --cpu to train on the CPU"
         )
-    vars(options).update(cpu=False, multi_gpu=True)  # so that torchrun starts the processes, even on CPUs
+    vars(options).update(cpu=False, multi_gpu=True)  # makes torchrun start the processes, also on CPUs
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
         options.main_process_port = 0  # any free port, because two runs on one machine must not share a port
     variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
@@ -145,16 +145,15 @@ def _complete_options(options: Namespace) -> dict[str, str]:
 
 
 def join_other_ranks() -> None:
-    """Join processes without GPUs that one launcher started into one run. Without the variable, accelerate treats each
-    process as a separate run, and all processes write the same files."""
+    """If a launcher started several processes without GPUs, join them into one run. Without the environment variable,
+    accelerate would treat each process as a separate run, and all processes would write the same files."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and num_gpus() == 0:
         os.environ.setdefault(_USE_CPU, "true")
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Environment variable: seconds from SIGTERM to SIGKILL. Committing the step in progress may take more than the default
-30."""
+"""Environment variable with the seconds from SIGTERM to SIGKILL. The default is 30, but a commit may take longer."""
 _OTHER_LAUNCHERS = ("tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
 """Options of accelerate that choose another launcher."""
 _WITHOUT_CONFIG = {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

@@ -1,4 +1,4 @@
-"""What a run has in this process before it has a model: its settings, its device, its stores and the other ranks."""
+"""Begins a run in this process, before there is a model: settings, device, stores and connections to other ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Launch:
-    """The settings for the models that a script makes."""
+    """The settings for models that a script creates."""
 
     settings: OffloadConfig = field(default_factory=OffloadConfig)
     has_offloaded: bool = False
-    """Whether a model was offloaded."""
+    """Whether any model was offloaded."""
 
 
 _launch = Launch()
@@ -46,8 +46,8 @@ _launch = Launch()
 
 @contextlib.contextmanager
 def launched_with(config: OffloadConfig) -> Iterator[Launch]:
-    """Offload the models that a script makes in this context with these settings. The script's own settings replace
-    them with a warning, except `trace`."""
+    """In this context, models that a script creates are offloaded with these settings. The script's own settings,
+    except `trace`, have precedence, and a warning says so."""
     global _launch
     before, _launch = _launch, Launch(config)
     try:
@@ -61,19 +61,19 @@ def settings_given(offload: Any) -> OffloadConfig:
     """Load a script's settings. Warns if they replace the settings of `lohan launch`."""
     config, launched = OffloadConfig.load(offload), _launch.settings
     if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
-        logger.warning("the script has its own offload settings; those of `lohan launch --offload` are not used")
+        logger.warning("the script has its own offload settings, so `lohan launch --offload` is ignored")
     return config
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A run in this process. All ranks begin it, and call its methods, together."""
+    """A run in this process. All ranks call its methods together."""
 
     settings: ResolvedConfig
-    """Resolved, and with the folders of this rank's store."""
+    """The resolved settings, with the folders of this rank's store."""
     device: Device
     found: RunStores
-    """The stores at the ssd paths."""
+    """The stores that were found at the ssd paths."""
     links: Links
 
     @classmethod
@@ -84,8 +84,8 @@ class LocalRun:
         default_ssd_path: str | Path,
         device: Device | None = None,
     ) -> LocalRun:
-        """Open the compute device (None is the GPU if there is one), or use ``device``, and resolve the settings. With
-        `trace` the device's timeline starts to record. Raises ValueError if no run can begin with these settings, paths
+        """Open ``torch_device`` (None is the GPU if there is one), or use ``device``. Resolve the settings. With
+        `trace` the device's timeline starts recording. Raises ValueError if no run can begin with these settings, paths
         and stores."""
         settings = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
         keep_from_others()
@@ -100,8 +100,8 @@ class LocalRun:
     def fit(
         self, model: nn.Module, settings: ResolvedConfig, **how: Any
     ) -> tuple[ResolvedConfig, Callable[[Any], OffloadLayout]]:
-        """Return the settings that a model, real or on meta, can follow, and the function that lays out this model and
-        equal ones. ``how``: as for `lay_out`. Raises ValueError if the model cannot follow them."""
+        """Adapt the settings to a model, real or on the meta device. Return them, and the function that lays out this
+        model or equal models. ``how``: as for `lay_out`. Raises ValueError if the settings do not fit the model."""
         settings = activations_kept_if_needed(model, settings)
         refuse_chunks(model, settings)
         settings = experts_as_stored(model, settings, self.links)
@@ -120,15 +120,15 @@ class LocalRun:
     ) -> Iterator[Tiers]:
         """Open the tiers, and set up threads and memory. An error in this context closes the tiers.
 
-        If an engine in this process (such as that of an earlier Trainer in a notebook) has the store open for the same
-        model, close it first. ``is_beside_others``: whether there may be stores of another number of ranks, which this
-        run may continue.
+        If another engine in this process (such as the engine of an earlier Trainer in a notebook) has the store open
+        for the same model, close it first. ``is_beside_others``: whether there may also be stores of another number of
+        ranks, because this run may continue from these.
         """
         _check_experts(layout, settings)
         check_layout(layout, settings, self.found, self.links, is_beside_others=is_beside_others)
         tiers = self._open_or_take_over(layout, settings)
         try:
-            refuse_changed(self.found, tiers.links)  # from now on the lock keeps others from resharding
+            refuse_changed(self.found, tiers.links)  # from now on, the lock keeps other processes from resharding
             yield tiers
         except BaseException:
             tiers.close()
@@ -137,11 +137,11 @@ class LocalRun:
 
     def _open_or_take_over(self, layout: OffloadLayout, settings: ResolvedConfig) -> Tiers:
         folders = {os.path.realpath(ssd.path) for ssd in settings.ssd}
-        if self.links.ranks.others:  # ranks have no common order of loads for the blocks of two models
+        if self.links.ranks.others:  # with two models, ranks would have no common order of loads
             for engine in open_engines():
                 if not folders & engine.store_folders:
                     raise ValueError(
-                        f"several ranks offload one model at a time, and {type(engine.model).__name__} is already "
+                        f"several ranks can offload only one model, but {type(engine.model).__name__} is already "
                         "offloaded; close it first (engine_of(model).close()), or, for a reference model of TRL, train "
                         "adapters or set precompute_ref_log_probs=True and run in one process"
                     )
@@ -171,6 +171,6 @@ def _check_experts(layout: OffloadLayout, config: ResolvedConfig) -> None:
         )
     if layout.model_blocks.experts and config.ranks.per_row > 1:
         raise ValueError(
-            f"ranks.per_row: {config.ranks.per_row} divides the tokens of rows among ranks, and the experts of this "
+            f"ranks.per_row: {config.ranks.per_row} divides the tokens of rows among ranks, but the experts of this "
             "model stream one by one; set experts: with_layer, or leave ranks.per_row out"
         )

@@ -1,4 +1,4 @@
-"""What is different in a model that is offloaded: how it runs its layers and experts, and what its methods do."""
+"""Changes a model that is offloaded, so that the engine runs its layers and experts, and its methods use the store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Attached:
-    """What an offloaded model has."""
+    """The objects that belong to an offloaded model."""
 
     engine: OffloadEngine | None = None
     plan: RunPlan | None = None
@@ -63,25 +63,25 @@ def open_engines() -> Iterator[OffloadEngine]:
 
 
 def attached_to(model: nn.Module) -> Attached:
-    """Return what a model has. It has nothing if it is not offloaded."""
+    """Return the objects that belong to a model. All are None if it is not offloaded."""
     attached = getattr(model, _ATTRIBUTE, None) or Attached()
     assert isinstance(attached, Attached)
     return attached
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
-    """Return the engine of a model; None if the model is not offloaded."""
+    """Return the engine of a model, or None if the model is not offloaded."""
     return attached_to(model).engine
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
-    """Return the plan of an attached engine; None if it has none."""
+    """Return the plan of an attached engine, or None if it has no plan."""
     return attached_to(engine.model).plan
 
 
 @contextlib.contextmanager
 def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfig) -> Iterator[None]:
-    """In this context, add advice to out-of-memory errors, even before the model has an engine."""
+    """In this context, advice is added to out-of-memory errors, also before the model has an engine."""
     try:
         yield
     except RuntimeError as error:
@@ -91,7 +91,7 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
 
 
 def use_store(engine: OffloadEngine, model: Any) -> None:
-    """Have the methods of a model work on the weights and gradients of the engine, or refuse."""
+    """Let the methods of a model use the weights and gradients of the engine, or raise errors."""
     _save_from_store(engine, model)
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
@@ -138,13 +138,13 @@ def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
-    """Do what `Module.zero_grad` does, and also drop gradients in host memory."""
+    """Same as `Module.zero_grad`, but also drop gradients in host memory."""
     engine.drop_gradients(to_none=set_to_none)
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 
 def run_by_engine(engine: OffloadEngine, model: Any, plan: RunPlan) -> None:
-    """Have the engine run the model's layers and experts."""
+    """Let the engine run the model's layers and experts."""
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
     stream_experts(engine.experts)
@@ -164,14 +164,14 @@ def _is_closed(engine: weakref.ref[OffloadEngine]) -> bool:
 
 
 def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
-    """Enable non-reentrant activation checkpointing, so that each weight's gradient arrives once. The engine runs the
-    layers, and keeps or swaps activations as planned."""
+    """Enable non-reentrant activation checkpointing, because it computes each weight's gradient once. The engine runs
+    the layers, and keeps or swaps activations as planned."""
     run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
 
 
 def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> ResolvedConfig:
-    """Return the configuration, with `activations: keep` and a message if the model's layers cannot be recomputed."""
+    """Return the configuration. If layers cannot be recomputed, set `activations: keep` and log a message."""
     if config.activations == "keep":
         return config
     if _has_learned_prefixes(model):
@@ -189,7 +189,7 @@ def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> Reso
 
 
 def _has_learned_prefixes(model: Any) -> bool:
-    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
+    """Return whether the model has prefix tuning or cartridges. transformers does not pass their keys and values to
     recomputed layers."""
     configs = getattr(model, "peft_config", {})
     return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
@@ -208,7 +208,7 @@ def enable_checkpointing(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     elif is_of_diffusers(model):
         model.enable_gradient_checkpointing()
-    else:  # the name before transformers 5.23
+    else:  # the argument's name in transformers before 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -221,13 +221,13 @@ def refuse_chunks(model: Any, config: ResolvedConfig) -> None:
         if head is not None and has_foreign_forward(head):
             kind += " with a replaced forward"
         raise ValueError(
-            f"chunks.loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
+            f"chunks.loss: true needs a torch.nn.Linear as head, but the head of {type(model).__name__} is {kind}; "
             "set chunks.loss: auto or false"
         )
 
 
 def recompute_without_reentry(model: nn.Module) -> None:
-    """Replace reentrant checkpointing, which fires gradient hooks twice, by non-reentrant checkpointing. Results are
+    """Replace reentrant checkpointing, which calls gradient hooks twice, with non-reentrant checkpointing. Results are
     the same."""
     reentrant = [module for module in model.modules() if is_reentrant(module)]
     for module in reentrant:
@@ -239,19 +239,19 @@ def recompute_without_reentry(model: nn.Module) -> None:
         )
 
 
-# Mixture of experts. Transformers calls the engine's implementation.
+# Mixture of experts. transformers calls the engine's implementation.
 
 _EXPERTS_IMPLEMENTATION = "lohan"
-"""The name under which transformers calls streamed experts."""
+"""Name of the experts implementation in transformers that calls streamed experts."""
 
 _streamed_experts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StreamedExperts]] = weakref.WeakKeyDictionary()
-"""The streamed experts, by the module that they replace."""
+"""Maps each module of experts to the streamed experts that replace it."""
 
 compute_expert = one_expert
 
 
 def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
-    """Stream the experts of these modules one by one."""
+    """Let these modules run their experts with `StreamedExperts`."""
     if not experts:
         return
     register_experts(_EXPERTS_IMPLEMENTATION, _experts_forward)
@@ -262,6 +262,6 @@ def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
 def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     reference = _streamed_experts.get(module)
     streamed = reference() if reference is not None else None
-    if streamed is None:  # a module of another model with the same configuration object
+    if streamed is None:  # the module is of another model with the same configuration object
         return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
     return run_experts(streamed, hidden_states, top_k_index, top_k_weights)

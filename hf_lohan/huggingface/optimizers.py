@@ -1,4 +1,4 @@
-"""Replaces the optimizer of a run by one over the store."""
+"""Replaces the optimizer of a run with one that updates the store."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ else:
 logger = logging.getLogger(__name__)
 
 _LIONS = ("lion_32bit", "paged_lion_32bit")
-"""Values for which upstream uses bitsandbytes. Our rule needs no package."""
+"""Values for which upstream uses bitsandbytes. The update rule here needs no package."""
 _OPTIM_ARGS = {
     "sgd": ("momentum", "dampening", "nesterov"),
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""Keys of `optim_args` that upstream uses. Upstream ignores a weight decay in them."""
+"""Keys of `optim_args` that upstream uses. It ignores a weight decay in `optim_args`."""
 _INT8_ADAMWS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-"""Names of 8-bit optimizers of bitsandbytes. Our moments are then stored in int8."""
+"""Names of 8-bit AdamW in bitsandbytes. Under offload they mean moments in int8."""
 _ADAMWS = ("paged_adamw_32bit", *_INT8_ADAMWS)
 """Names of AdamW in bitsandbytes."""
 OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_ADAMWS, *_OPTIM_ARGS, "adafactor", *_LIONS)
@@ -55,22 +55,22 @@ OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_ADAMWS, *_OPTIM_ARGS, "adaf
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer that is still to be made over a model's parameters."""
+    """The class and settings of an optimizer that is not created yet."""
 
     rule: UpdateRule
     defaults: dict[str, Any]
-    """Hyperparameters for param groups that do not set their own."""
+    """Default hyperparameters of param groups."""
     rest: OptimizerChoice | None = None
     """With Muon, the choice for parameters that are not matrices of layers."""
 
     def rules(self, model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-        """Return the update rule of each parameter. This is a `Rules` function."""
+        """Return the update rule of each parameter. This method is a `Rules` function."""
         if self.rest is None:
             return dict.fromkeys(model.parameters(), self.rule)
         return self.rest.rules(model) | dict.fromkeys(hidden_matrices(model), self.rule)
 
     def class_and_settings(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
-        """Return the class and the keyword arguments with which Trainer makes the optimizer over its param groups."""
+        """Return the class and the keyword arguments with which Trainer creates the optimizer for its param groups."""
         if self.rest is not None:
             return _OffloadedMuon, {"engine": engine, "muon": self.defaults, "rest": self.rest.defaults}
         if self.rule == ADAMW:
@@ -89,7 +89,7 @@ class _OffloadedMuon(OffloadOptimizer):
         super().__init__(self._split(groups), {}, engine=engine)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Same as in torch, but make one group for the matrices and one for the other parameters."""
+        """Same as in torch, but divide the group into a group of matrices and a group of other parameters."""
         if not self._is_made:
             super().add_param_group(param_group)
             return
@@ -109,8 +109,8 @@ class _OffloadedMuon(OffloadOptimizer):
 
 
 def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration, with int8 moments if `optim` names an 8-bit AdamW. Raise ValueError if a setting of the
-    configuration contradicts this name."""
+    """Return the configuration. It gets int8 moments if `optim` names an 8-bit AdamW. Raises ValueError if a setting of
+    the configuration contradicts this."""
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _INT8_ADAMWS:
         return config
@@ -132,7 +132,7 @@ def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> Off
 
 
 def int8_advice(name: str) -> str:
-    """Return the advice for an AdamW with 8-bit or 4-bit states; empty for other optimizers."""
+    """Return advice for an AdamW with 8-bit or 4-bit states, or "" for other optimizers."""
     if not re.search(r"adamw.*(8bit|4bit|fp8)", name.lower()):
         return ""
     return ", and for smaller AdamW states set optimizer_state_dtype: int8 in the offload config"
@@ -150,7 +150,7 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose by ``given`` (`optimizer_cls_and_kwargs`). Without it choose by ``config``, and without that by ``args``.
+    """Choose the optimizer that the first of these names: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
     ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
@@ -179,7 +179,7 @@ def make_optimizer_choice(
         return optimizer
     optimizer_class, settings = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     name = _name_of(optimizer_class)
-    # An instance has the class's defaults and refuses invalid values.
+    # Creating an instance gives the defaults of the class, and raises errors for invalid values.
     instance = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings)
     _refuse_instance(instance)
     group = instance.param_groups[0]
@@ -230,8 +230,8 @@ def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
 
 
 def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> OffloadOptimizer:
-    """Replace an optimizer by one over the store. Both have the same group dicts, so the caller's scheduler sets our
-    learning rates. Raises ValueError as `check_given` does, and if the groups do not fit the store."""
+    """Replace an optimizer with one that updates the store. Both share group dicts, so the caller's scheduler sets the
+    learning rates of both. Raises the errors of `check_given`, and ValueError if groups do not fit the store."""
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
     check_given(optimizer)
@@ -252,8 +252,8 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
 def take_over_together(
     optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine
 ) -> tuple[OffloadOptimizer, list[OffloadOptimizer]]:
-    """Replace one or several optimizers of a model, as `take_over` does. Returns the engine's optimizer, and one of
-    ours for each of the caller's."""
+    """Replace one or several optimizers of a model, as `take_over` does. Returns the engine's optimizer, and a
+    replacement for each of ``optimizers``."""
     if len(optimizers) == 1:
         taken = take_over(optimizers[0], engine)
         return taken, [taken]
@@ -270,21 +270,21 @@ def take_over_together(
 
 
 def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the hyperparameters for groups that are added later and do not set their own."""
+    """Return the default hyperparameters of groups that are added later."""
     return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Pass groups that are added to the caller's optimizer on to ours, and free the states of the caller's."""
+    """Let ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
-    optimizer.state.clear()  # Adagrad allocates its sums when it is made
-    mark_optimizer_stepped(optimizer)  # so that its scheduler does not warn
+    optimizer.state.clear()  # Adagrad allocates states when it is created
+    mark_optimizer_stepped(optimizer)  # keeps its scheduler from warning
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """Warn about frozen weights in an optimizer, because the caller may want to train them later. Adapters are exempt:
-    their base stays frozen."""
+    """Warn of frozen weights in an optimizer, because the caller may want to train them later. With adapters there is
+    no warning, because the base stays frozen."""
     if has_adapters(engine.model):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -312,11 +312,11 @@ def _name_of(optimizer_class: Any) -> str:
 
 
 def _refuse_instance(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an unsupported setting that is not in the param groups."""
+    """Raise ValueError for an unsupported setting of an optimizer that its param groups do not show."""
     if getattr(optimizer, "decoupled_wd", False):  # in `lion_pytorch`
         lr, weight_decay = optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
         raise ValueError(
-            "Lion with decoupled_weight_decay=True is not supported under offload; for the same updates leave it off, "
+            "Lion with decoupled_weight_decay=True is not supported under offload; for equal updates, leave it off "
             f"and set weight_decay={weight_decay / lr:g}, which is {weight_decay:g} / {lr:g}"
         )
 
@@ -328,18 +328,18 @@ def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
 
 
 def _check_trains(engine: OffloadEngine) -> None:
-    """Raise ValueError if all weights that an offloaded model trains were frozen."""
+    """Raise ValueError if all weights that an offloaded model could train were frozen."""
     has_states = any(block.state_numel for block in engine.layout.blocks)
     if has_states and not any(part.parameter.requires_grad for part in engine.parameter_slices):
         raise ValueError(
             "all weights of the model are frozen, its adapters too, so nothing would be trained; leave "
-            "peft.prepare_model_for_kbit_training out, because from_pretrained(..., peft_config=...) has frozen the "
-            "base, and its layers are recomputed"
+            "peft.prepare_model_for_kbit_training out: from_pretrained(..., peft_config=...) already freezes the base, "
+            "and offload already recomputes its layers"
         )
 
 
 class StoreOptimizerMixin(_TrainerBase):
-    """Mixed into a Trainer. Makes an optimizer over the store."""
+    """Mixed into a Trainer. Creates an optimizer that updates the store."""
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
@@ -350,7 +350,7 @@ class StoreOptimizerMixin(_TrainerBase):
         def _ensure_engine(self) -> OffloadEngine | None: ...
 
     def _rules(self) -> Rules:
-        """Return each parameter's update rule. The store has the states of these rules."""
+        """Return the update rule of each parameter. The store has the states of these rules."""
         if self.optimizer is None:
             return self._optimizer_choice(self.args).rules
         return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
@@ -367,7 +367,7 @@ class StoreOptimizerMixin(_TrainerBase):
         _check_trains(engine)
         stock = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
-            # Upstream groups the parameters by weight decay, and then makes an instance of our class.
+            # Upstream groups the parameters by weight decay, and then creates an instance of this class.
             self.optimizer_cls_and_kwargs = self._optimizer_choice(self.args).class_and_settings(engine)
         try:
             super().create_optimizer(*args, **kwargs)

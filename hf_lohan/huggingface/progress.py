@@ -1,4 +1,4 @@
-"""Progress of long work on a terminal: bytes, rate and time left, and the position of a pass in the model."""
+"""Shows the progress of long work on a terminal: bytes, rate, remaining time, and the position of a pass."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hf_lohan.timeline import Timeline
 from hf_lohan.wording import gb_per_s
 
 DELAY_S = 0.5
-"""Work that takes less time shows no line."""
+"""Seconds after which a line is shown. Shorter work shows no line."""
 _MIN_INTERVAL_S = 0.1
 _RATE_INTERVAL_S = 2.0
-"""A rate is measured over this time."""
+"""Seconds over which a rate is measured."""
 _NUM_RECENT = 16
-"""The time left is estimated from this number of last steps."""
+"""Number of last steps from which the remaining time is estimated."""
 
 _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
 """The progress line of this thread's work."""
@@ -38,8 +38,8 @@ _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
 @contextlib.contextmanager
 def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
     """Show a progress line on stderr in this context. `advance` moves the line, and nested work moves the outer line.
-    Without ``total_bytes`` the line has no numbers, and is shown within a `live_line` if one exists. Shows nothing if
-    stderr is not a terminal, if transformers' progress bars are off, or within a hidden `live_line`."""
+    Without ``total_bytes`` the line has no numbers, and a `live_line` shows it if there is one. Shows nothing if stderr
+    is not a terminal, if transformers' progress bars are off, or in a hidden `live_line`."""
     live = _live_lines[-1] if _live_lines else None
     if live is not None and total_bytes is None:
         with live.noting(what):
@@ -91,7 +91,7 @@ class LiveLine:
         self._total = total
         self._outermost: LiveLine = outer._outermost if outer is not None else self
         self._bar: tqdm | None = None
-        """Only the outermost line has a bar, from its first text on."""
+        """The bar of the outermost line, which exists after its first text. Other lines have no bar."""
         self._number = 0
         self._counts_forwards = True
         self._position: tuple[PassName | None, int, int] = (None, 0, 0)
@@ -100,18 +100,18 @@ class LiveLine:
         self._took_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._expected_s: float | None = None
         self._counted = (0.0, 0)
-        """Pairs of (time in seconds, bytes moved until then)."""
+        """(time in seconds, bytes moved until then)."""
         self._bytes_per_s: float | None = None
         self._next_s = 0.0
 
     def begin_step(self, number: int, total: int, expected_s: float | None) -> None:
-        """Begin step ``number`` of ``total``. ``expected_s``: the expected time of a step, if it is known. If this is
-        never called, each forward counts as a step."""
+        """Begin step ``number`` of ``total``. ``expected_s``: expected seconds of a step, or None if they are not
+        known. If this is never called, each forward counts as a step."""
         self._counts_forwards, self._total, self._expected_s = False, total, expected_s
         self._begin(number)
 
     def enter_block(self, phase: PassName, number: int, num_blocks: int, moved_bytes: Callable[[], int]) -> None:
-        """Show the block that a pass begins. ``number`` counts from 1 in the order of the pass."""
+        """Show the block that a pass begins. ``number`` counts from 1, in the order of the pass."""
         last_phase, last_number, _ = self._position
         if self._counts_forwards and phase == "forward" and (last_phase != "forward" or number <= last_number):
             self._begin(self._number + 1)
@@ -123,7 +123,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Show ``what`` in the line while this context lasts."""
+        """In this context, show ``what`` in the line."""
         before, self._note = self._note, what
         self._draw(time.perf_counter())
         try:
@@ -146,7 +146,7 @@ class LiveLine:
         self._counted = now_s, num_bytes
 
     def _left_s(self, now_s: float) -> float | None:
-        # The first step may include a measurement of the hardware.
+        # The first step is left out, because it may include a measurement of the hardware.
         usual_s = statistics.median([*self._took_s][1:]) if len(self._took_s) > 1 else self._expected_s
         if usual_s is None:
             usual_s = self._took_s[0] if self._took_s else None
@@ -187,13 +187,13 @@ class LiveLine:
 
 
 _live_lines: list[LiveLine] = []
-"""The open lines, outermost first. All threads share them, because a backward may run on a thread of autograd."""
+"""The open lines, from outer to inner. All threads share them, because a backward may run on a thread of autograd."""
 
 
 @contextlib.contextmanager
 def live_line(unit: str, total: int | None = None, *, is_shown: bool = True) -> Iterator[LiveLine]:
-    """Show the position of the current pass in an offloaded model, in a line on stderr, while this context lasts.
-    ``total``: number of passes. The line replaces an outer line, and is hidden if the outer line is hidden."""
+    """In this context, show the position of the current pass in an offloaded model, in a line on stderr. ``total``:
+    number of passes. The line replaces an outer line, and is hidden if the outer line is hidden."""
     outer = _live_lines[-1] if _live_lines else None
     may_show = outer.is_shown if outer is not None else _is_watched()
     line = LiveLine(unit, total, is_shown=is_shown and may_show, outer=outer)
@@ -217,7 +217,7 @@ def trainer_line(args: TrainingArguments, unit: str, passes: Any = None) -> Abst
 
 
 def show_blocks(model_blocks: ModelBlocks, timeline: Timeline) -> Callable[[PassName, Block], None]:
-    """Return a callback for an engine, to be called when a pass begins a block."""
+    """Return a callback for an engine. The engine calls it when a pass begins a block."""
     with_modules = {blocks[0] for blocks in model_blocks.needs.values() if blocks}
     in_order = [block for block in model_blocks.blocks if block in with_modules]
     numbers = {block: number for number, block in enumerate(in_order, start=1)}

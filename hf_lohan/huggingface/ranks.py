@@ -1,4 +1,4 @@
-"""Which rank this process is, its connections to the others, and checks for runs of several ranks.
+"""Finds the rank of this process, connects it to other ranks, and checks runs of several ranks.
 
 The checks run before anything is written.
 """
@@ -45,15 +45,15 @@ from hf_lohan.store.store_folders import remove_store
 logger = logging.getLogger(__name__)
 
 _FIRST_TIMEOUT_S = 600.0
-"""Long, because ranks start, import and load at different speeds."""
+"""Timeout before a plan. It is long, because ranks start, import and load at different speeds."""
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
 _SEQUENCE_PARALLELISM = ("cp_size", "sp_size")
 _links: Links | None = None
 
 
 def launch_id() -> str | None:
-    """Return what all attempts of one launch of torchrun have in common on this machine. None for a process that
-    torchrun, which also accelerate's launcher uses, did not start."""
+    """Return an id that all attempts of one launch of torchrun have on this machine. None if torchrun did not start
+    this process. accelerate's launcher uses torchrun too."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
@@ -62,40 +62,40 @@ def launch_id() -> str | None:
 
 
 def num_restarts() -> int:
-    """Return how many attempts of the same launch of torchrun failed before this one."""
+    """Return the number of earlier attempts of the same launch of torchrun, which all failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def separate_attempts() -> None:
-    """Let a restarted attempt connect its own processes. A launcher's store still has the addresses of the processes
-    that the failed attempt had, and torch would connect to these. Without such a store, each attempt has its own, and a
-    machine that joins later has not counted the attempts before."""
+    """Let a restarted attempt connect only its own processes. The launcher's key-value store still has the addresses of
+    the failed attempt's processes, and torch would connect to these. Without a store of the launcher nothing is done:
+    each attempt has its own store, and machines that join later do not know the number of attempts."""
     if num_restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
         prefix_rendezvous(f"attempt/{num_restarts()}")
 
 
 def ranks_here() -> Ranks:
-    """Return the ranks by the environment variables of this process's launcher. Raises ValueError if these are
-    incomplete."""
+    """Return the ranks, from the environment variables that the launcher of this process sets. Raises ValueError if
+    these are incomplete."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_launched == "1":
         return SINGLE_RANK
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or num_gpus() == 0
-    state = PartialState(cpu=on_cpu)  # a Trainer or an Accelerator may have made it
+    state = PartialState(cpu=on_cpu)  # a Trainer or an Accelerator may have created this shared state
     check_joined(state.num_processes)
     num_local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not num_local.isdigit():
         raise ValueError(
-            f"LOCAL_WORLD_SIZE={num_local!r} is not the number of processes on each machine, with {num_launched} "
-            "processes in all; set it, or start the processes with lohan launch or torchrun, which set it"
+            f"LOCAL_WORLD_SIZE={num_local!r} is not the number of processes on each machine ({num_launched} processes "
+            "were started in all); set it, or start the processes with lohan launch or torchrun, which set it"
         )
     return Ranks(state.process_index, state.num_processes, state.local_process_index, int(num_local))
 
 
 def links_to_other_ranks() -> Links:
-    """Return the connections to all other processes that a launcher started with this one; empty if this is the only
-    process. Raises RankFailedError or RankTimeoutError if another process does not connect, and RanksDisagreeError if
-    it has other packages."""
+    """Return the links to all other processes that a launcher started together with this process. There are none if
+    this is the only process. Raises RankFailedError or RankTimeoutError if another process does not connect, and
+    RanksDisagreeError if it has other packages."""
     global _links
     if _links is None:
         ranks = ranks_here()
@@ -107,9 +107,9 @@ def links_to_other_ranks() -> Links:
 
 
 class StepTimeouts:
-    """Sets how long another rank may be silent, for our connections and for torch's collectives. A number in the
-    settings counts from the first plan on, because ranks measure the hardware in turn before it. `auto` follows the
-    slowest step so far."""
+    """Sets the timeout for silent ranks, for the links and for torch's collectives. A number in the settings applies
+    after the first plan, because ranks measure the hardware in turn before it. `auto` follows the slowest step so
+    far."""
 
     def __init__(self, links: Links, config: OffloadConfig) -> None:
         self._links = links
@@ -141,7 +141,7 @@ def random_state_suffix(ranks: Ranks) -> str:
 
 
 def gather_number(number: Tensor, links: Links) -> Tensor | None:
-    """Return the numbers of all ranks, [num_ranks]; None for a single rank."""
+    """Return the numbers of all ranks [num_ranks], or None for a single rank."""
     if not links.ranks.others:
         return None
     payload = number.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
@@ -152,14 +152,14 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
 def save_on_rank_0(
     access: Callable[[], ParameterAccess], links: Links, save: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call ``save`` with ``kwargs`` and the collective reads (None for a single rank), and return its result. All ranks
-    call this together. Rank 0 saves, and the others take part in its reads."""
+    """Call ``save`` with the collective reads (None for a single rank) and ``kwargs``, and return its result. All ranks
+    call this together. Rank 0 saves, and the other ranks take part in its reads."""
     if not links.ranks.others:
         return save(None, **kwargs)
     reads = CollectiveReads(access, links)
     if links.ranks.rank != 0:
         return reads.follow_rank_0()
-    with reads.leading():  # rank 0 writes, even if the caller chose another
+    with reads.leading():  # rank 0 writes, even if the caller chose another rank
         return save(reads, **{name: value for name, value in kwargs.items() if name != "is_main_process"})
 
 
@@ -169,7 +169,7 @@ def is_one_of_several(args: TrainingArguments) -> bool:
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError for `TrainingArguments` with which ranks would do different things."""
+    """Raise ValueError for `TrainingArguments` with which ranks would not stay in step."""
     check_joined(args.world_size)
     check_parallelism(getattr(args, "parallelism_config", None) or _parallelism_of_environment())
     if args.world_size == 1:
@@ -177,12 +177,12 @@ def check_rank_arguments(args: TrainingArguments) -> None:
     loaders = args.accelerator_config
     even_batches = loaders.get("even_batches", True) if isinstance(loaders, dict) else loaders.even_batches
     refused = {
-        "auto_find_batch_size=True lets each rank try batch sizes by itself, and ranks must take steps together; set "
+        "auto_find_batch_size=True lets each rank try batch sizes by itself, but ranks must take steps together; set "
         "per_device_train_batch_size": args.auto_find_batch_size,
         "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it out "
         "of accelerator_config": not even_batches,
-        "save_on_each_node=True makes a checkpoint on each machine, and all ranks save their parts into one; leave it "
-        "off, and put output_dir on a file system that all machines share": args.save_on_each_node,
+        "save_on_each_node=True makes a checkpoint on each machine, but all ranks save their parts to one checkpoint; "
+        "leave it off, and put output_dir on a file system that all machines share": args.save_on_each_node,
     }
     for sentence, is_refused in refused.items():
         if is_refused:
@@ -225,14 +225,14 @@ def check_parallelism(parallelism: Any) -> None:
                     f"parallelism_config out, and set ranks.per_row: {size} in the offload settings"
                 )
             raise ValueError(
-                f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
-                "parallelism_config out of the arguments and of accelerate's config, and each process is a rank with "
-                "its own batches"
+                f"{name}={size} shards the model or its sequences, but offload computes both whole on each GPU; leave "
+                "parallelism_config out of the arguments and of accelerate's config, so that each process is a rank "
+                "with its own batches"
             )
 
 
 def stores_here(config: OffloadConfig, default_ssd_path: str | os.PathLike[str], links: Links) -> RunStores:
-    """Return what this run finds on the ssd paths of its ``config``. All ranks call this together. Raises the errors of
+    """Return the stores at the ssd paths of ``config``. All ranks call this together. Raises the errors of
     `find_stores`."""
     given = config.ssd_paths(default_ssd_path)
     own = [_directory_of(ssd.path, links.ranks) for ssd in rank_paths(given, links.ranks)]
@@ -248,8 +248,8 @@ def _directory_of(path: str, ranks: Ranks) -> str:
 def at_stores(
     config: OffloadConfig, default_ssd_path: str | os.PathLike[str], links: Links
 ) -> tuple[OffloadConfig, RunStores]:
-    """Return the config with the folders of this rank's store, and what the run has found. All ranks call this
-    together. Raises the errors of `stores_here`."""
+    """Return the config with the folders of this rank's store as ssd paths, and the stores that were found. All ranks
+    call this together. Raises the errors of `stores_here`."""
     found = stores_here(config, default_ssd_path, links)
     folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
     given = config.ssd_paths(default_ssd_path)
@@ -258,8 +258,8 @@ def at_stores(
 
 
 def refuse_changed(found: RunStores, links: Links) -> None:
-    """Raise `ForeignStoreError` if another process has made a newer generation since the stores were ``found``, which
-    would then continue in place of this run. All ranks call this together."""
+    """Raise `ForeignStoreError` if another process has made a newer generation since the stores were ``found``. Later
+    runs would continue from the newer generation. All ranks call this together."""
     if find_stores(found.directories, links, None).generation != found.generation:
         raise ForeignStoreError(
             f"the stores in {' and '.join(found.directories[0])} were resharded by another process while this run "
@@ -268,8 +268,8 @@ def refuse_changed(found: RunStores, links: Links) -> None:
 
 
 def remove_left_copy(paths: Sequence[str], records: Sequence[RecordSpec]) -> None:
-    """Remove what a killed reshard has left in the folders of this rank's new store, unless the store of ``records``
-    can be made of it."""
+    """Remove the incomplete copy of a killed reshard from the folders of this rank's new store, unless it has the same
+    ``records`` and no commit."""
     manifest = next(filter(None, map(read_manifest, paths)), None)
     is_committed = any(os.path.lexists(os.path.join(path, COMMIT_NAME)) for path in paths)
     if is_committed or (manifest is not None and manifest.layout.records != tuple(records)):
@@ -289,9 +289,9 @@ def log_once(links: Links, sentence: str) -> None:
 def check_layout(
     layout: OffloadLayout, config: ResolvedConfig, found: RunStores, links: Links, *, is_beside_others: bool = False
 ) -> None:
-    """Raise ValueError if several ranks cannot train the model, or, unless ``is_beside_others``, if the run has
-    ``found`` stores of another number of ranks. All ranks call this together. Creates the directories in which each
-    rank makes its own."""
+    """Raise ValueError if several ranks cannot train the model. Unless ``is_beside_others``, also raise it if the run
+    has ``found`` stores of another number of ranks. All ranks call this together. Creates the directories in which
+    ranks create their own folders."""
     num_ranks = links.ranks.num_ranks
     check_sequence_ranks(config.ranks.per_row, links.ranks)
     check_rules(layout.blocks, num_ranks, config.ranks.per_row)
@@ -317,14 +317,14 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
 
 
 _STOCK_GENERATE = "_lohan_stock_generate"
-"""Attribute of a module with the `generate` that its instance had before; None if its class has it."""
+"""Attribute of a module with the former `generate` of the instance, or None if only its class has one."""
 
 
 def generate_together(model: Any, links: Links, is_closed: Callable[[], bool]) -> None:
-    """Have all ranks begin `generate` together, because they load the blocks of a forward together. A rank whose
-    sequences are complete goes on until all are, if torch connects the ranks, and otherwise lends the others its
-    weights. Raises RanksDisagreeError in `generate` if another rank calls something else. Has no effect when
-    ``is_closed`` returns True."""
+    """Let all ranks begin `generate` together, because they load the blocks of a forward together. After its sequences
+    are complete, a rank continues until all ranks are complete if torch connects the ranks. Otherwise it only serves
+    its weights to the others. `generate` raises RanksDisagreeError if another rank makes another call. If
+    ``is_closed()`` is true, nothing changes."""
     for module in model.modules() if links.ranks.others else ():
         if isinstance(module, GenerationMixin):
             vars(module).setdefault(_STOCK_GENERATE, vars(module).get("generate"))
@@ -335,7 +335,7 @@ def _generate_together(
     generating: weakref.ref[Any], links: Links, is_closed: Callable[[], bool], *args: Any, **kwargs: Any
 ) -> Any:
     module = generating()
-    assert module is not None, "its method is running"
+    assert module is not None, "a method of the module is running"
     stock = vars(module)[_STOCK_GENERATE] or functools.partial(type(module).generate, module)
     if is_closed():
         return stock(*args, **kwargs)
@@ -348,7 +348,7 @@ def _generate_together(
 
 
 def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
-    """Raise ValueError if rows cannot be shared by so many ranks of a node."""
+    """Raise ValueError if ``sequence_ranks`` does not divide the ranks of a node."""
     if ranks.num_local % sequence_ranks:
         raise ValueError(
             f"ranks.per_row: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
@@ -366,7 +366,7 @@ def check_rules(blocks: Iterable[Block], num_ranks: int, sequence_ranks: int = 1
         )
     if num_ranks > 1 and whole:
         raise ValueError(
-            f"{' and '.join(whole)} needs whole parameters, and each of {num_ranks} ranks has a shard of them; use "
+            f"{' and '.join(whole)} needs whole parameters, but each of {num_ranks} ranks has a shard of them; use "
             "AdamW, or train in one process"
         )
 
@@ -383,7 +383,7 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
 
 
 def refuse_stores_of_ranks(num_ranks: int, path: str, run: str | Path) -> None:
-    """Raise ValueError if the store in ``path`` is one of several, that is, if ``num_ranks`` is more than 1."""
+    """Raise ValueError if ``num_ranks`` is more than 1, because the store in ``path`` then has a part of the model."""
     if num_ranks > 1:
         raise ValueError(
             f"{path} has the stores of {num_ranks} ranks, each with a part of the model; merge them with lohan reshard "

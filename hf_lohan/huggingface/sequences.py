@@ -1,7 +1,7 @@
-"""Cuts a Trainer's batches for the ranks that share their rows (`ranks.per_row`), and refuses what cannot be cut.
+"""Divides the rows of a Trainer's batches among ranks (`ranks.per_row`), and refuses batches that cannot be divided.
 
-A rank gets two pieces of each row, with explicit position ids. Labels are shifted before the cut, so that the last
-token of a piece predicts the first of the next one. Masks know all tokens of a row (`CutRows`).
+A rank gets two pieces of each row, with explicit position ids. Labels are shifted before rows are cut, so that the last
+token of a piece predicts the first token of the next piece. Masks are made for all tokens of a row (`CutRows`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ROWS = "rows_of_ranks"
 _IGNORED = -100
 _CUT_INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "shift_labels"))
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies depend on the largest position of a forward."""
+"""Types of rotary embeddings whose frequencies depend on the largest position in a forward."""
 
 
 def own_parts(batches: Iterable[Any], links: RowLinks) -> Iterator[dict[str, Any]]:
-    """Yield this rank's part of each batch (`cut_rows`). All ranks of a row call this together. Raises
-    RanksDisagreeError if they have different batches, because each would attend to keys of other tokens."""
+    """Yield this rank's part of each batch (`cut_rows`). All ranks that share rows call this together. Raises
+    RanksDisagreeError if their batches differ, because a rank would then attend to keys of other tokens."""
     for batch in batches:
         if len(set(links.all_gather("the rows of a batch", _digest(batch)))) > 1:
             raise RanksDisagreeError(
-                f"ranks.per_row: {links.ranks.num_ranks} ranks share rows, and they have different batches; give all "
+                f"ranks.per_row: {links.ranks.num_ranks} ranks share rows, but they have different batches; give all "
                 "ranks the same dataset, not a part for each rank, and draw no random numbers in the dataset or the "
                 "data collator"
             )
@@ -55,46 +55,46 @@ def _digest(batch: Any) -> bytes:
 
 
 def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
-    """Return the part of a batch that rank ``number`` of the ``num_ranks`` of a row computes. Raises ValueError for a
-    batch that cannot be cut."""
+    """Return the part of a batch that rank ``number`` computes, if ``num_ranks`` share each row. Raises ValueError for
+    a batch that cannot be divided."""
     named = batch if isinstance(batch, Mapping) else {}
     others = [name for name, value in named.items() if value is not None and name not in _CUT_INPUTS]
     ids, labels, targets = (named.get(name) for name in ("input_ids", "labels", "shift_labels"))
     if others or not isinstance(ids, Tensor) or ids.dim() != 2 or (labels is None and targets is None):
         what = f"the input {others[0]!r}" if others else "no input_ids [rows, tokens] with labels"
         raise ValueError(
-            f"ranks.per_row: {num_ranks} cuts batches of token ids and labels, and this batch has {what}; leave "
+            f"ranks.per_row: {num_ranks} divides batches of token ids and labels, but this batch has {what}; leave "
             "ranks.per_row out"
         )
     num_rows, length = ids.shape
     if length < 2 * num_ranks:
         raise ValueError(
-            f"ranks.per_row: {num_ranks} cuts each row into {2 * num_ranks} pieces, and a row of this batch has "
+            f"ranks.per_row: {num_ranks} divides each row into {2 * num_ranks} pieces, but a row of this batch has "
             f"{length} tokens; pack or pad rows to at least {2 * num_ranks} tokens, or lower ranks.per_row"
         )
     padding, positions, documents = named.get("attention_mask"), named.get("position_ids"), None
     if padding is not None:
         if padding.shape != ids.shape:
             raise ValueError(
-                f"ranks.per_row: {num_ranks} cuts rows whose attention_mask is [rows, tokens], and this batch has one "
-                f"of shape {tuple(padding.shape)}; leave ranks.per_row out"
+                f"ranks.per_row: {num_ranks} needs an attention_mask [rows, tokens], but the attention_mask of this "
+                f"batch has shape {tuple(padding.shape)}; leave ranks.per_row out"
             )
         is_token = padding.bool()
         if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
             raise ValueError(
-                f"ranks.per_row: {num_ranks} cuts rows that begin with a token, and a row of this batch begins with "
+                f"ranks.per_row: {num_ranks} needs rows that begin with a token, but a row of this batch begins with "
                 "padding; set tokenizer.padding_side = 'right'"
             )
     if positions is None:
         positions = torch.arange(length, device=ids.device).expand(num_rows, -1)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(
-            f"ranks.per_row: {num_ranks} cuts rows whose position_ids are [rows, tokens], and this batch has ones of "
+            f"ranks.per_row: {num_ranks} needs position_ids [rows, tokens], but the position_ids of this batch have "
             f"shape {tuple(positions.shape)}; leave ranks.per_row out"
         )
     else:
         positions = positions.expand(num_rows, -1)
-        documents = documents_of(positions) if padding is None else None  # as transformers does
+        documents = documents_of(positions) if padding is None else None  # same condition as in transformers
     if targets is None:
         assert labels is not None
         targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -105,7 +105,7 @@ def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
     return {
         "input_ids": pieces.take(ids),
         "position_ids": pieces.take(positions),
-        # Models want labels, and some versions of Trainer count these.
+        # Models need labels for a loss, and some versions of Trainer count them.
         "labels": F.pad(own_targets, (1, 0), value=_IGNORED),
         "shift_labels": own_targets,
         ROWS: CutRows(pieces, documents, padding),
@@ -114,15 +114,15 @@ def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
-    """In this context, a training forward computes a part of ``rows``. Raises ValueError if its loss is not that of
-    ``targets``."""
+    """In this context, a training forward computes a part of ``rows``. Raises ValueError if the model does not compute
+    its loss from ``targets``."""
     base = base_of(model)
     stock, has_own = base.loss_function, "_loss_function" in vars(base)
     num_calls = 0
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
-        if not computes_a_part():  # the plan traces a forward of whole rows
+        if not computes_a_part():  # a plan traces a forward of whole rows
             return stock(*args, **kwargs)
         if kwargs.get("shift_labels") is not targets:
             raise _foreign_loss(base)
@@ -144,8 +144,8 @@ def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
 
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
-        f"ranks.per_row divides the loss of causal language models among ranks, and that of {type(model).__name__} "
-        "is computed in another way here; train a causal language model with Trainer, or leave ranks.per_row out"
+        f"ranks.per_row divides the loss of causal language models among ranks, but {type(model).__name__} computes "
+        "its loss in another way here; train a causal language model with Trainer, or leave ranks.per_row out"
     )
 
 
@@ -178,7 +178,7 @@ def _rope_by_length(config: Any) -> str | None:
 
 
 def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
-    """Raise ValueError for settings of a Trainer with which ranks that share rows would train something else."""
+    """Raise ValueError for settings of a Trainer with which ranks that share rows would compute other results."""
     args = trainer.args
     reads_on_rank_0 = isinstance(trainer.train_dataset, IterableDataset) and (
         args.accelerator_config.dispatch_batches is not False

@@ -1,4 +1,4 @@
-"""Offloads unmodified scripts. Replaces their Trainer and Accelerator by offloading ones."""
+"""Offloads unmodified scripts. Replaces Trainer and Accelerator with offloading classes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _LAUNCHER_MODULE = "accelerate.commands.launch"
 @contextlib.contextmanager
 def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
     """In this context, `transformers.Trainer`, `accelerate.Accelerator` and all derived classes offload with these
-    settings. So do scripts that accelerate's launcher starts (as `trl sft` does). At the end, logs a warning if nothing
-    was offloaded and no error was raised.
+    settings. Scripts that accelerate's launcher starts (such as by `trl sft`) offload too. At the end, logs a warning
+    if nothing was offloaded and no error was raised.
 
-    Classes that are defined or imported in the context keep their offloading base. Other classes get their old base
-    back. `offload=` of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have priority.
+    Classes that are defined or imported in the context keep their offloading base. Other classes get their former base
+    back. `offload=` of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have precedence.
     Trainer's own accelerator does not change.
 
     Args: offload: anything that `OffloadConfig.load` takes. Raises ConfigError for invalid settings, before anything is
@@ -61,13 +61,13 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):
                 bases = tuple(offloading if base is stock else base for base in derived.__bases__)
-                # A derived class may already have the mixin, in an order that contradicts these bases.
+                # A derived class may already have the mixin, in an order of bases that contradicts this one.
                 with contextlib.suppress(TypeError):
                     _replace(undo, derived, "__bases__", bases)
         system_exit: SystemExit | None = None
         try:
             yield
-        except SystemExit as error:  # installed programs end with `sys.exit(main())`
+        except SystemExit as error:  # installed programs end by calling `sys.exit(main())`
             system_exit = error
         has_succeeded = system_exit is None or system_exit.code in (None, 0)
         if has_succeeded and not launch.has_offloaded and not launcher.has_launched:
@@ -80,8 +80,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
 
 
 class _AlreadyMixedIn:
-    """Stands in for `OffloadTrainerMixin` if a base already has it, because Python cannot order a base that occurs
-    twice."""
+    """Replaces `OffloadTrainerMixin` if a base already has it, because Python cannot order a base that occurs twice."""
 
 
 def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
@@ -107,7 +106,7 @@ def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
     class OffloadingAccelerator(Accelerator):
         default_offload: ClassVar[OffloadConfig] = config
 
-        # Its own, because the signature of `Accelerator.__init__` itself must stay.
+        # This class has its own `__init__`, because the signature of `Accelerator.__init__` must stay.
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
 
@@ -119,16 +118,16 @@ def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
 
 
 class _OffloadingLauncher:
-    """Replaces accelerate's `launch_command` for programs that start a script with it, such as TRL's."""
+    """Replaces accelerate's `launch_command` for programs that start a script with it, such as `trl`."""
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
         self.has_launched = False
-        """Whether a script was started. The started script itself warns if nothing was offloaded."""
+        """Whether a script was started. That script itself warns if nothing was offloaded."""
 
     def __call__(self, options: Namespace) -> None:
         """Run the script offloaded, in the number of processes that `lohan launch` would start. Raises ValueError for
-        options that do not allow it."""
+        unsupported options."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"several processes run this program, and each would start {options.training_script}; start the "

@@ -49,7 +49,7 @@ class Lockstep:
         """Functions that have returned or will not be called."""
         self._leaving: SimpleQueue[None] = SimpleQueue()
         self.running = -1
-        """The number of the running function."""
+        """The index of the running function."""
 
     @property
     def num_functions(self) -> int:
@@ -124,7 +124,7 @@ class Lockstep:
         self._numbers.enter()
 
     def _wake_next(self) -> int | None:
-        """Wake the function with the lowest position, and return its number."""
+        """Wake the function with the lowest position, and return its index."""
         if self._error is not None:
             return None
         if not self._waiting:

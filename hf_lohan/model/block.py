@@ -49,10 +49,10 @@ class ParamSlice:
     last: int = -1
     """End of the part in the flattened parameter. The default is the parameter's end."""
     packed: PackedForm | None = None
-    """How the store packs it. With None, the store has its working dtype."""
+    """The form in which the store packs the parameter. None if the store has it in the working dtype."""
     codes_start: int = 0
     scales_start: int = 0
-    """First bytes in the block's records of codes and of scales, if it is packed."""
+    """First bytes in the block's records of codes and of scales, if the parameter is packed."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -129,15 +129,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPart:
-    """A part of what a pass reads of a block, within one record."""
+    """A part of the elements that a pass fetches of a block, within one record."""
 
     kind: str
     first: int
     last: int
-    """Its fetched elements (`Block.fetched_numel`)."""
+    """The part has the fetched elements [first, last) (`Block.fetched_numel`)."""
     start: int
     stop: int
-    """The same in the record: elements, or bytes of packed weights."""
+    """These are the elements [start, stop) of the record, or the bytes if it has packed weights."""
 
 
 @dataclass(eq=False)
@@ -178,7 +178,7 @@ class Block:
 
     @cached_property
     def stored_numel(self) -> int:
-        """Elements of its `param` record."""
+        """Number of elements of the `param` record."""
         if not self.packed_slices:
             return self.numel
         stops = (part.stop for part in self.slices if part.packed is None)
@@ -186,22 +186,22 @@ class Block:
 
     @property
     def _align_numel(self) -> int:
-        """Records of weights have a multiple of this, which is whole sectors."""
+        """Records of weights have a multiple of this number of elements, which is whole sectors."""
         return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.master.working_dtype.itemsize)
 
     @cached_property
     def codes_bytes(self) -> int:
-        """Size of its `codes` record."""
+        """Size of the `codes` record."""
         return round_up(max((part.codes_stop for part in self.slices), default=0), SECTOR_BYTES)
 
     @cached_property
     def scales_bytes(self) -> int:
-        """Size of its `scales` record."""
+        """Size of the `scales` record."""
         return round_up(max((part.scales_stop for part in self.slices), default=0), SECTOR_BYTES)
 
     @property
     def packed_numel(self) -> int:
-        """Elements that a pass decodes."""
+        """Number of elements that a pass decodes."""
         return sum(part.numel for part in self.packed_slices)
 
     @property
@@ -219,7 +219,7 @@ class Block:
     @property
     def fetched_numel(self) -> int:
         """Size of the records that a pass reads, one after the other: `param`, `scales`, `codes`. It is in elements of
-        the working dtype, also for bytes of packed weights. Without packed weights these are the block's elements."""
+        the working dtype, also for bytes of packed weights. Without packed weights it is `numel`."""
         return sum(self._fetched_sizes.values())
 
     @property
@@ -236,7 +236,7 @@ class Block:
                 yield FetchedPart(kind, low, high, (low - begin) * unit, (high - begin) * unit)
 
     def record_ranges(self, kind: str) -> list[tuple[int, int]]:
-        """Elements [start, stop) of a fetched record that each rank has, or bytes of packed weights."""
+        """Return the elements [start, stop) of a fetched record that each rank has, or the bytes of packed weights."""
         return [
             next(((part.start, part.stop) for part in self.fetched_parts(*of_rank) if part.kind == kind), (0, 0))
             for of_rank in self.rank_ranges
@@ -261,7 +261,7 @@ class Block:
 
     @property
     def least_buffer_numel(self) -> int:
-        """Size of a buffer for one granule of its weights, in float32 elements."""
+        """Size of a buffer for one granule of the block's weights, in float32 elements."""
         return self.granule_numel * max(1, self.master.working_dtype.itemsize // torch.float32.itemsize)
 
     @property
@@ -271,7 +271,7 @@ class Block:
 
     @property
     def param_bytes(self) -> int:
-        """Size of its weights in a slot."""
+        """Size of the block's weights in a slot."""
         return self.numel * self.master.working_dtype.itemsize
 
     def cut_for_ranks(self, num_ranks: int) -> None:

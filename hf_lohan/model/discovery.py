@@ -21,11 +21,11 @@ from hf_lohan.store import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)
 
-_LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # a name, because this room does not import transformers
+_LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # a name, because this package does not import transformers
 _REVERSIBLE = frozenset({"ReformerModel"})
 """Names of classes whose backward runs the layers again in an autograd function."""
 _ADAPTER_FRACTION = 1 / 16
-"""Fraction of trainable parameters below which they are adapters."""
+"""If less than this fraction of all parameters is trainable, the trainable ones count as adapters."""
 _RESIDENT_FRACTION = 1 / 16
 """Size relative to a layer below which a module outside the layers stays on the device instead of in a slot."""
 
@@ -137,8 +137,8 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices of the layers, which Muon updates. These are not the embeddings, head, norms, biases or fused
-    experts, which have three dimensions. Raises DiscoveryError for a model without layers."""
+    """Return the matrices of the layers, which Muon updates. Embeddings, the head, norms and biases are left out, and
+    fused experts, because these have three dimensions. Raises DiscoveryError for a model without layers."""
     modules = (module for layer in find_layers(model).values() for module in layer.modules())
     return {
         parameter
@@ -286,8 +286,8 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
                     break
                 if (one.requires_grad or other.requires_grad) and _have_common_elements(one, other):
                     raise ValueError(
-                        f"{names[one]} and {names[other]} have the same memory and are two parameters, so torch adds "
-                        "the updates of both there, which offload cannot; tie them with one nn.Parameter "
+                        f"{names[one]} and {names[other]} are two parameters in the same memory, to which torch adds "
+                        "the updates of both, but offload cannot; tie them with one nn.Parameter "
                         "(b.weight = a.weight), give one a copy (clone()), or leave ensure_weight_tying of PEFT out"
                     )
 
@@ -302,7 +302,7 @@ def _end_byte(parameter: nn.Parameter) -> int:
 
 
 def _have_common_elements(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Return whether two parameters whose ranges overlap have common elements. Columns of a matrix have not."""
+    """Return whether two parameters whose ranges overlap have common elements. Two columns of a matrix have none."""
     if one.element_size() != other.element_size():
         return True
     first, end = min(map(_first_byte, (one, other))), max(map(_end_byte, (one, other)))

@@ -14,19 +14,19 @@ from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.store import GRANULE_NUMEL
 
 RowIds = npt.NDArray[np.int64]
-"""Numbers of rows of a table, in order, each once."""
+"""Indices of rows of a table, ascending, each once."""
 _READS_TABLE = "TrainableTokens"
 """Part of the names of PEFT's classes that read an embedding's whole weight."""
 
 
 def table_of_rows(model: nn.Module) -> nn.Parameter | str:
-    """Return the weight of the input embeddings if nothing but an embedding of tokens reads it. Elsewhere return why it
+    """Return the weight of the input embeddings if nothing but an embedding of tokens reads it. Otherwise return why it
     must be loaded whole."""
     try:
         words = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         words = None
-    # PEFT's wrappers compute `weight`, so it is looked for in the modules within. Of a copy to train it is the copy's.
+    # PEFT's wrappers compute `weight`, so search the modules within them. If PEFT trains a copy, take the copy.
     inner = [module for module in words.modules() if isinstance(module, nn.Embedding)] if words is not None else []
     found = sorted(inner, key=lambda module: not module.weight.requires_grad)
     if not found or not isinstance(weight := found[0].weight, nn.Parameter):
@@ -65,8 +65,8 @@ def why_whole(model: nn.Module) -> str:
 
 
 def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice, slice]:
-    """Return which of the rows have elements in [first, stop) of a table, and which these are of all elements of the
-    rows, if one row of ``width`` elements follows the other. The first and the last row may be partly there."""
+    """Return the slice of ``ids`` of the rows with elements in [first, stop) of a table, and the slice of these
+    elements in a flat tensor of all rows of ``ids``. Of the first and the last row only a part may be included."""
     begin, end = np.searchsorted(ids, [first // width, -(-stop // width)]).tolist()
     if begin == end or first >= stop:
         return slice(0, 0), slice(0, 0)

@@ -21,7 +21,7 @@ from hf_lohan.store.manifest import read_manifest
 logger = logging.getLogger(__name__)
 
 _DECORATOR_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Attributes that transformers' `use_experts_implementation` sets. This room does not import transformers."""
+"""Attributes that transformers' `use_experts_implementation` sets. This package does not import transformers."""
 _WRAPPED_BY_ADAPTER = "base_layer"
 """Name of the wrapped module in PEFT's adapters."""
 
@@ -110,9 +110,9 @@ def experts_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) ->
 
 
 def owners_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) -> dict[str, int] | None:
-    """Return the rank of each streamed expert by the stores at the ranks' paths, by the name of the expert's block. The
-    keys are equal on all ranks, which call this together. None if the stores are not there, have no commits, or do not
-    have each expert once: then the default owners apply, with which no such store can be opened."""
+    """Return the rank of each streamed expert, by the name of the expert's block, from the stores at the ranks' paths.
+    All ranks call this together and get equal keys. None if the stores do not exist, have no commits, or do not have
+    each expert once. Then the default owners apply, and a store without each expert cannot be opened."""
     found = {name: of.num_experts for name, of in find_experts(model).items()}
     if not found:
         return None

@@ -1,6 +1,6 @@
 """Chooses the weights that are packed: frozen matrices of the layers.
 
-The choice is that of bitsandbytes, and fused experts besides: weights of `nn.Linear` and `Conv1D`. Norms, routers,
+As in bitsandbytes, these are weights of `nn.Linear` and `Conv1D`. Fused experts are packed too. Norms, routers,
 embeddings, convolutions, adapters and everything outside the layers keep their dtype.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear modules that choose experts."""
-_TRANSPOSED_CLASS = "Conv1D"  # by name: this room does not import transformers
+_TRANSPOSED_CLASS = "Conv1D"  # a name, because this package does not import transformers
 _KEPT_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _ADAPTER_NAMES = ("adapter_layer_names", "other_param_names")
 """Attributes of PEFT's layers that name the parts that belong to adapters."""
@@ -109,19 +109,19 @@ def packed_forms(
 
 
 def linear_routers(model: nn.Module) -> list[str]:
-    """Names of the linear modules that choose experts, which are not packed."""
+    """Return the names of the linear modules that choose experts, which are not packed."""
     names = (_module_in_base(name) for name, module in model.named_modules() if type(module) is nn.Linear)
     return [name for name in names if name.rpartition(".")[2] in _ROUTERS]
 
 
 def _module_in_base(name: str) -> str:
-    """The name of a module of a model before it was given adapters."""
+    """Return the name that a module had before the model got adapters."""
     return re.sub(r"\.base_layer(?=\.|$)", "", name.removeprefix("base_model.model."))
 
 
 def _refuse_unmatched(model: nn.Module, skip: tuple[str, ...]) -> None:
-    """Raise ValueError for a pattern that names no module with weights. What checkpoints and a `BitsAndBytesConfig`
-    skip, to which `experts` belongs, may name modules of other models."""
+    """Raise ValueError for a pattern that names no module with weights. Lists with "experts" are not checked. They come
+    from checkpoints or a `BitsAndBytesConfig`, and may name modules of other models."""
     owners = {_module_in_base(name) for name, module in model.named_modules() if [*module.parameters(recurse=False)]}
     for pattern in () if "experts" in skip else skip:
         if not any(is_named(name, (pattern,)) for name in owners):
@@ -135,7 +135,7 @@ def _refuse_unmatched(model: nn.Module, skip: tuple[str, ...]) -> None:
 
 
 def _form_of(quantization: Quantization, shape: torch.Size, *, is_transposed: bool = False) -> PackedForm:
-    """The form of a weight, or of an expert, of this shape."""
+    """Return the form of a weight, or of an expert, of this shape."""
     if quantization.method == "int8":
         rows, columns = (shape[1], shape[0]) if is_transposed else (shape[:-1].numel(), shape[-1])
         return int8_form(rows, columns, is_transposed=is_transposed)
@@ -157,12 +157,12 @@ def _forms_of_checkpoint(
 
 
 def name_in_base(name: str) -> str:
-    """The name of a parameter of a model before it was given adapters."""
+    """Return the name that a parameter had before the model got adapters."""
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear module has the transposed matrix, so that bitsandbytes packs it transposed."""
+    """Return whether a linear module has the transposed matrix, so that bitsandbytes packs it transposed."""
     return type(module).__name__ == _TRANSPOSED_CLASS
 
 

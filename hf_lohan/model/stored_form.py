@@ -42,7 +42,7 @@ class StoredForm:
 
     @property
     def other_dtypes(self) -> dict[str, str]:
-        """Working dtypes of parameters that differ from most, by name."""
+        """Working dtypes by parameter name, for parameters whose dtype differs from that of most weights."""
         most = self.master.working_dtype
         others = [block for block in self.model_blocks.blocks if block.master.working_dtype != most]
         return {part.name: dtype_name(block.master.working_dtype) for block in others for part in block.slices}
@@ -85,7 +85,7 @@ def stored_form(
 
 def assign_shards(model_blocks: ModelBlocks, num_ranks: int, owners: Mapping[str, int] | None = None) -> None:
     """Assign a shard of each block to each rank. Experts that are separate blocks are not cut. Each belongs to one
-    rank, by its block's name in ``owners``, or by default as in `owned_experts`."""
+    rank. ``owners`` maps the name of its block to this rank; by default `owned_experts` chooses the rank."""
     for block in model_blocks.blocks:
         block.cut_for_ranks(num_ranks)
     for layer, experts in enumerate(model_blocks.experts.values()):
@@ -100,20 +100,20 @@ def owners_of(model_blocks: ModelBlocks) -> dict[str, int]:
 
 
 def experts_by_rank(experts: Sequence[Block], num_ranks: int) -> list[Sequence[int]]:
-    """Return the numbers of the experts of a layer that each rank owns, ascending."""
+    """Return, for each rank, the indices of the layer's experts that it owns, in ascending order."""
     owned = [[number for number, block in enumerate(experts) if block.owner == rank] for rank in range(num_ranks)]
     return [_as_range(numbers) for numbers in owned]
 
 
 def _as_range(numbers: list[int]) -> Sequence[int]:
-    """Return numbers that follow each other as a range, whose rows are a slice."""
+    """Convert consecutive indices to a range, so that their rows are a slice. Other indices stay a list."""
     between = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
     return between if len(between) == len(numbers) else numbers
 
 
 def common_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks that all ranks load together: all but experts that belong to one rank, and the table of which
-    only rows are loaded."""
+    """Return the blocks that all ranks load together. Experts that belong to one rank, and the table of which only rows
+    are loaded, are left out."""
     return [block for block in blocks if block.owner is None and block.size_class is not SizeClass.ROWS]
 
 
@@ -146,7 +146,7 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
 
 
 def quantize_text(part: ParamSlice) -> str:
-    """The setting `quantize` by which a packed parameter was packed, as text."""
+    """Return the setting `quantize` with which a packed parameter was packed, as text."""
     assert part.packed is not None
     return part.packed.setting
 

@@ -29,7 +29,7 @@ class Segment:
     parameter: str = ""
     """The only parameter of the segment, if updates round weights (`MasterFormat.rounds_weights`)."""
     origin: int = 0
-    """The offset in the block's records at which that parameter's first element is, or would be."""
+    """Offset of the parameter's first element in the block's records, even if these have only later elements."""
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:

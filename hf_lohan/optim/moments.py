@@ -40,8 +40,8 @@ class RoundedSpan:
     stop: int
     step: int
     position: int
-    """Offset of element `start` in the block's records. If updates round weights, in the parameter, from an offset that
-    its name gives."""
+    """Offset of element `start` in the block's records. If updates round weights, it is the offset in the parameter
+    plus a hash of the parameter's name."""
 
 
 class BFloat16Moments:
@@ -69,8 +69,8 @@ class BFloat16Moments:
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
-    """Round float32 ``values`` [numel] up or down to bfloat16, to the right value on average over the ``noise``, which
-    is int32, uniform in [0, 65536). A bfloat16 value stays as it is. Overwrites ``values``."""
+    """Round float32 ``values`` [numel] stochastically to bfloat16. ``noise`` is int32, uniform in [0, 65536). The
+    result is right on average over the noise. A bfloat16 value stays as it is. Overwrites ``values``."""
     # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
     values.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
     rounded.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))
@@ -93,7 +93,7 @@ class Int8Moments:
     }
     params_per_element: ClassVar[Mapping[str, int]] = {"moment_scales": SCALE_BLOCK_NUMEL // 2}
     align_numel: ClassVar[int] = 16 * 1024
-    """Alignment with which the scales, a sixteenth of the bytes of a float32 record, are whole sectors."""
+    """A multiple of this number of parameters has whole sectors of scales, which take 8 bytes for 32 parameters."""
 
     def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
         scales = records["moment_scales"].view(-1, 2)
@@ -134,8 +134,8 @@ MomentCodec: TypeAlias = BFloat16Moments | Int8Moments
 
 `decode_` fills the moments from their records. Its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes only
 the elements in ``span`` to their records, and leaves the moments undefined there. A NaN stays a NaN. ``dtypes`` are the
-element types of the records by kind. ``params_per_element`` has the parameters per element, by kind, if more than one.
-Records must end at a multiple of ``align_numel`` parameters. Tiles begin and end at multiples of the scale block.
+element types of the records by kind. ``params_per_element`` is only for kinds with more than one. Records must end at a
+multiple of ``align_numel`` parameters. Tiles begin and end at multiples of the scale block.
 """
 
 

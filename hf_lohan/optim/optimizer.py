@@ -105,20 +105,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not been applied yet. With ``set_to_none=False`` a later step refuses a parameter
-        that torch would then update by a gradient of zeros."""
+        that torch would then update with a gradient of zeros."""
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
         self._engine.drop_gradients(to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load only the hyperparameters. Moments and masters are in the store. Raises ValueError for the state of an
-        optimizer that has its moments itself."""
+        """Load only the hyperparameters. Moments and masters are in the store. Raises ValueError for a ``state_dict``
+        that has moments."""
         if moments := state_dict.get("state"):
             raise ValueError(
-                f"the optimizer state has the states of {len(moments)} parameters, and this optimizer keeps its own in "
-                "the store, so they would be lost; resume from a checkpoint of an offloaded run, or leave the states "
-                "out (`{**state_dict, 'state': {}}`) to load only the hyperparameters"
+                f"the optimizer state has the states of {len(moments)} parameters, which would be lost, because this "
+                "optimizer keeps its states in the store; resume from a checkpoint of an offloaded run, or leave the "
+                "states out (`{**state_dict, 'state': {}}`) to load only the hyperparameters"
             )
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -156,7 +156,7 @@ class OffloadAdamW(OffloadOptimizer):
 
 
 class JointOptimizer(OffloadOptimizer):
-    """Several optimizers of one model, each with some of its parameters. The step runs after all have stepped."""
+    """Several optimizers of one model, each with some of its parameters. The step runs after all parts have stepped."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class JointOptimizer(OffloadOptimizer):
         """Optimizers that have dropped their gradients and wait for others, with their `set_to_none`."""
 
     def step_part(self, part: OptimizerPart) -> None:
-        """Run the step if the other optimizers have stepped. Raises RuntimeError if one steps twice."""
+        """Run the step if the other optimizers have stepped. Raises RuntimeError if one of them steps twice."""
         if part in self._stepped or (self._zeroed and not self._stepped):
             self._fall_out_of_step()
         self._stepped[part] = [_hyperparameters(group) for group in part.param_groups]
@@ -267,7 +267,7 @@ class OptimizerPart(OffloadOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing. False until all optimizers have stepped, so that a scheduler may step
-        before, as in torch."""
+        before that, as in torch."""
         return not self._joint.waits(self) and super().step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -5,12 +5,11 @@ weight is the master rounded half to even, as torch rounds, and the rounding err
 parameter with both moments takes 12 bytes instead of 14 with a separate float32 master. With `stochastic_rounding` a
 bfloat16 weight has no master, and each update rounds it stochastically.
 
-The error lies in [-32768, 32768], and 16 bits lack the last value. It belongs to a *tie* that was rounded towards zero,
-which is one master in 131,072 if the low bits are random. Each run of `TIE_RUN_NUMEL` parameters has a tie code, which
-is a residual that no other element of the run has. In `master_residual` the code stands for 32768. There is always
-such a code, because a run has fewer elements than there are codes. The code `NO_TIES` means that the run has no such
-tie. So every run of masters fits, whatever its values are, also the values of a float16 checkpoint, of which every 16th
-is such a tie.
+The error is in [-32768, 32768], and 16 bits cannot represent 32768. Only a *tie* that was rounded towards zero has this
+error, which is one master in 131,072 if the low bits are random. Each run of `TIE_RUN_NUMEL` parameters has a tie code,
+which is a residual that no other element of the run has. In `master_residual` the code stands for 32768. There is
+always a free code, because a run has fewer elements than there are codes. The code `NO_TIES` means that the run has no
+tie of this kind. So masters of any values can be split, even if every 16th is a tie, as in a float16 checkpoint.
 
 A `MasterFormat` describes a run's weights and their optimizer states, which are float32 or encoded by `moments`.
 """
@@ -30,7 +29,7 @@ from hf_lohan.wording import states_setting
 TIE_CODES = "tie_codes"
 """Name of the tie codes (int16) beside the records of a bfloat16 block's masters."""
 TIE_RUN_NUMEL = 16 * 1024
-"""Parameters that share a tie code. The store's granules are multiples of it."""
+"""Number of parameters that share a tie code. The store's granules are multiples of it."""
 NO_TIES = -0x8000
 _LOW_BITS = 16
 _NUM_TRIED_CODES = 8
@@ -70,7 +69,7 @@ class MasterFormat:
 
     @property
     def buffer_kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Record kinds in each buffer of a chunk, one after the other, with at most 4 bytes per element together."""
+        """Record kinds in each buffer of a chunk. The records of a buffer have at most 4 bytes per element together."""
         weight = ("param", "master_residual") if self.has_residual else ("param",)
         moments = self.moment_kinds
         return (weight, moments) if self.moment_codec is not None else (weight, *((kind,) for kind in moments))
@@ -140,7 +139,7 @@ def master_format(
     trained_name: str | None = "a weight",
 ) -> MasterFormat:
     """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
-    working dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have.
+    working dtype without an exact master (float16), and for a `moment_dtype` other than float32 if `rule` is not AdamW.
     ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
@@ -186,7 +185,7 @@ def decode_master_(master: Tensor, working: Tensor, residual: Tensor, ties: Tens
 
 @torch.no_grad()
 def open_ties_(residual: Tensor, codes: Tensor) -> Tensor:
-    """Return the positions (int64) of the ties in a `residual` [numel] that begins at a run, and make their residuals
+    """Return the positions (int64) of the ties in a `residual` [numel] that begins at a run, and set their residuals to
     `NO_TIES`. `codes` are the tie codes (int16) of its runs."""
     ties, residuals = [torch.empty(0, dtype=torch.int64)], residual.numpy()
     for run in (codes.numpy() != NO_TIES).nonzero()[0].tolist():
@@ -200,8 +199,8 @@ def open_ties_(residual: Tensor, codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def close_ties_(residual: Tensor, ties: Tensor, codes: Tensor) -> None:
-    """Give the runs of a `residual` [numel] that begins at a run their tie codes, and write these to the positions
-    `ties`. Replaces all `codes`."""
+    """Choose a tie code for each run of a `residual` [numel], which begins at a run, and write the code to the ties of
+    the run. `ties` are the positions of all ties. Replaces all `codes`."""
     codes.fill_(NO_TIES)
     runs, residuals = ties.numpy() // TIE_RUN_NUMEL, residual.numpy()
     for run in dict.fromkeys(runs.tolist()):
@@ -210,7 +209,7 @@ def close_ties_(residual: Tensor, ties: Tensor, codes: Tensor) -> None:
 
 
 def _unused_code(residuals: Any) -> int:
-    """Return an int16 that is not in the array `residuals` (int16), of which one is `NO_TIES`."""
+    """Return an int16 that is not in the array `residuals` (int16), in which at least one element is `NO_TIES`."""
     for code in range(-NO_TIES - 1, -NO_TIES - 1 - _NUM_TRIED_CODES, -1):
         if not (residuals == code).any():
             return code
@@ -223,7 +222,7 @@ def widen_in_place(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     """Convert `numel` 2-byte elements in the second half of a buffer of 4 * numel bytes to float32 in the whole buffer,
     and return the float32 view [numel].
 
-    Each round converts the first half of the remaining elements, which lie after the bytes that it writes, so that no
+    Each round converts the first half of the remaining elements. These lie after the bytes that the round writes, so no
     copy is needed. There are log2(numel) rounds.
     """
     wide = buffer[: 4 * numel].view(torch.float32)

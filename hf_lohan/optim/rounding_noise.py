@@ -1,5 +1,5 @@
-"""Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads. Moments
-take it from a fixed table, by their offset in a record. That of weights is a hash, also of the run's seed."""
+"""Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads. Noise of
+moments comes from a fixed table, by offset in a record. Noise of weights is a hash that includes the run's seed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def integers(position: int, numel: int, step: int, stream: int) -> Tensor:
 
 
 def fractions(position: int, numel: int, step: int, stream: int) -> Tensor:
-    """Return float32 [numel], uniform in (0, 1) without both ends, for the arguments of `integers`."""
+    """Return float32 [numel], uniform in (0, 1) without both ends. The arguments are as in `integers`."""
     start = _start(position, step, stream)
     return _fractions()[start : start + numel]
 
 
 def hashed_integers(key: str, first: int, numel: int, scratch: Tensor) -> Tensor:
     """Return int32 [numel], uniform in [0, 65536), for the elements of a parameter from ``first`` on. They are a hash
-    of ``key`` and the element, in integer arithmetic that every device does alike. ``scratch`` is int32 [2, numel], and
-    holds the result."""
+    of ``key`` and the element, in integer arithmetic that gives equal results on every device. ``scratch`` is int32 [2,
+    numel], and holds the result."""
     hashed, shifted = scratch[:, :numel]
     keys = blake2b(key.encode(), digest_size=8).digest()
     start, salt = (int.from_bytes(part, "little") for part in (keys[:4], keys[4:]))

@@ -24,7 +24,7 @@ from hf_lohan.compat.torch_private import adafactor, adjusted_muon_lr, newton_sc
 from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_
 
 RULE_TILE_NUMEL = 64 * 1024
-"""Elements of a tile. Temporaries of this size stay in a core's cache."""
+"""Number of elements of a tile. Temporaries of this size stay in a core's cache."""
 _MUST_BE_OFF = ("amsgrad", "maximize", "differentiable", "capturable")
 """Settings of torch's optimizers that no rule supports."""
 

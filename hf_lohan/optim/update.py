@@ -29,7 +29,7 @@ from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
 from hf_lohan.optim.rules import Aside, here
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
-"""Elements of a tile. Its float32 tensors just fit a core's cache, and the overhead of dozens of calls is small."""
+"""Maximum elements of a tile. Its float32 tensors just fit a core's cache, and dozens of calls take little time."""
 _NUM_ROWS = 4 + NUM_SCRATCH
 """Number of a tile's float32 tensors, which are master, moments, gradient and scratch."""
 MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
@@ -49,8 +49,8 @@ def update_records_(
 ) -> None:
     """Update ``records``, which have kinds and dtypes of ``form``, in place with ``gradient`` [numel], multiplied in
     float32 by ``scale``. A float32 gradient is scaled in place. A bfloat16 gradient, which only bfloat16 weights have,
-    is widened in scratch memory. ``position`` is the offset of the first parameter in its block's records. Masters with
-    residuals begin at a run, and ``records`` then have its tie codes too.
+    is widened in scratch memory. ``position`` is the offset of the first parameter in its block's records. If masters
+    have residuals, the chunk begins at a run, and ``records`` also has tie codes.
 
     ``private`` has `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
     `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. `UpdateRule.update_` describes ``aside``.

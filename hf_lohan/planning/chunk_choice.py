@@ -13,9 +13,9 @@ from hf_lohan.costs.fitting import layer_working_bytes, tied_gradient_bytes
 LEAST_CHUNK_TOKENS = 256
 """Smaller chunks make matrix products slow, and hardly save memory."""
 _NUM_COMPARED = 3
-"""Chunks that are compared: the largest that fit, and smaller ones, which leave more room for activations."""
+"""Number of chunk sizes to compare: the largest that fits, and smaller ones, which leave more room for activations."""
 _AS_GOOD = 1.01
-"""Larger chunks are taken unless a step with smaller ones is shorter by this factor."""
+"""Larger chunks are taken unless a step with smaller chunks is shorter by this factor."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ChunkChoice:
     """Returns the plan for this profile."""
 
     def choose(self, decided: int | None) -> tuple[int | None, str | None]:
-        """Return the tokens of a chunk (None: layers run whole), and what to advise if their plan does not fit.
-        ``decided``: the tokens of a chunk, if they are already decided."""
+        """Return the number of tokens in a chunk (None if layers run whole), and advice if the plan does not fit.
+        ``decided``: this number, if it is already decided."""
         if decided is None and isinstance(self.setting, int) and self.setting is not False:
             decided = self.setting
         if self.plan_of(decided).fits or not self._exceeds_device(decided):
@@ -61,8 +61,8 @@ class ChunkChoice:
         return numbers or [LEAST_CHUNK_TOKENS]
 
     def _largest_beside_drives(self) -> int:
-        """Return the largest chunks that fit the device if nothing is kept there, or the smallest chunks. RAM and
-        drives, which have too little room, need as much with smaller chunks."""
+        """Return the largest chunks that fit the device if nothing is kept there, or else the smallest chunks. RAM and
+        drives have too little room, but smaller chunks do not help them."""
         candidates = self._candidates(None)
         return next((number for number in candidates if not self._exceeds_device(number)), candidates[-1])
 
@@ -86,7 +86,7 @@ def _halves(number: int) -> list[int]:
 
 
 def made_again(profile: ModelProfile) -> ModelProfile:
-    """Return the profile of a run that keeps all activations. Chunks are made again nevertheless."""
+    """Return the profile of a run that keeps all activations. Chunks are recomputed nevertheless."""
     return replace(
         profile,
         blocks=tuple(

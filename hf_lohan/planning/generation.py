@@ -132,8 +132,8 @@ def lay_out_generation(
 
 
 def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> ExpertCacheRoom | None:
-    """Return the room for a cache in the part of ``record_bytes`` beside all other copies; None if all experts fit as
-    copies, or none fits."""
+    """Return the room for a cache in the part of ``record_bytes`` that other copies leave; None if all experts fit
+    there as copies, or if none fits."""
     experts = [record.num_bytes for record in traffic if record.is_expert_weight and record.read_bytes_per_step]
     left_bytes = record_bytes - _copied_bytes(traffic, record_bytes)
     if not experts or sum(experts) <= left_bytes:
@@ -162,7 +162,7 @@ def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
 
 def bytes_per_token(layout: OffloadLayout) -> int:
     """Return the bytes that each pass reads from the drives, which are the weights that are neither in slots nor in
-    RAM. For streamed experts it is the mean if all are equally likely."""
+    RAM. For streamed experts this is the mean if all experts are equally likely."""
     in_ram = {record.block for record in layout.resident_records}
     missing = [record for record in layout.records_of_a_step if record.block not in in_ram]
     experts = [record.read_bytes_per_step for record in missing if record.is_expert_weight]

@@ -26,8 +26,8 @@ def group_counterparts(ranks: Ranks, way: Collectives) -> list[int]:
 
 
 def kept_ranks(ranks: Ranks, way: Collectives) -> list[int]:
-    """Return the ranks whose shards a rank keeps. It keeps the shards that it receives, of other groups in turn with
-    its counterparts in its group. If changes are sent, it also keeps its own shard, to compute them."""
+    """Return the ranks whose shards a rank keeps. A rank and its counterparts in its group share the shards of other
+    groups among them. If changes are sent, a rank also keeps its own shard, to compute the changes."""
     of_group, in_group = way.nodes_of_group(ranks.num_local), group_counterparts(ranks, way)
     received = [rank for rank in ranks.counterparts if rank not in in_group]
     return [*received[ranks.node % of_group :: of_group], *([ranks.rank] if way.keeps_own else [])]
@@ -77,7 +77,7 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
 
 
 def coded_bytes_within(block: Block, within: WithinCodec) -> int:
-    """Return the bytes of the payload in which the block goes to devices; 0 if it goes there as it is."""
+    """Return the bytes of the payload in which the block goes to devices; 0 if it goes there unchanged."""
     return 0 if within == "exact" or block.packed_slices else WEIGHT_FORMAT.payload_bytes(block.numel)
 
 
@@ -101,19 +101,19 @@ def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> in
 
 
 def coded_numel(block: Block, rank: int) -> int:
-    """Return the elements of a rank's shard that a codec may round, which are the first: all but packed weights."""
+    """Return the number of elements of a rank's shard that a codec may round. Packed weights come after them."""
     start, stop = block.record_ranges(PARAM)[rank]
     return stop - start
 
 
 def _packed_bytes(block: Block, rank: int) -> int:
-    """Return the bytes of packed weights in a rank's shard. They are sent as they are, also with a codec."""
+    """Return the bytes of packed weights in a rank's shard. They are sent unchanged, even with a codec."""
     return part_bytes(block, rank) - coded_numel(block, rank) * block.master.working_dtype.itemsize
 
 
 def lent_expert_bytes(balance: int | str, ranks: Ranks, blocks: Sequence[Block]) -> int:
-    """Return the bytes of a place for any expert that the ranks of a node lend each other, in whole pages; 0 if they
-    lend none. Raises ValueError if they should, and the experts are loaded with their layers."""
+    """Return the bytes, in whole pages, for an expert that a rank lends to another rank of its node; 0 if ranks lend
+    none. Raises ValueError if ranks should lend experts, but experts are loaded with their layers."""
     if balance in (AUTO, False) or ranks.num_local == 1:
         return 0
     experts = [block.param_bytes for block in blocks if block.size_class is SizeClass.EXPERT]

@@ -76,7 +76,7 @@ _WHOLE_LAYERS_SHARE = 2
 `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, at most this, as larger ones are not faster."""
+"""A chunk's logits in float32 take 1 / `_CHUNK_SHARE` of `gpu_memory`, but at most this. Larger ones are not faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class ExpertCacheRoom:
 
 @dataclass(frozen=True)
 class OffloadLayout(StoredForm):
-    """All that follows from model, working dtype and budgets."""
+    """The layout that follows from model, working dtype and budgets."""
 
     plan: PoolPlan
     holds_gradients: bool
@@ -110,11 +110,11 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Bytes of host memory of a node that passes blocks to all its ranks."""
+    """Bytes of host memory of a node through which blocks go to all its ranks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0
-    """Bytes of a place for an expert that ranks of a node lend each other; 0 if they lend none."""
+    """Bytes for an expert that a rank lends to another rank of its node; 0 if ranks lend none."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
     collectives: Collectives | None = None
@@ -160,7 +160,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of RAM of each rank for blocks on their way, lent experts, payloads and its part of the copy."""
+        """Bytes of RAM of each rank for blocks in transit, lent experts, payloads and its part of the copy."""
         shared_bytes = self.shared_weight_bytes // self.ranks.num_local
         return shared_bytes + lending_bytes(self.lent_expert_bytes) + self.weight_message_bytes + self.copy_cpu_bytes
 
@@ -247,7 +247,7 @@ class OffloadLayout(StoredForm):
         return self.plan.cpu_pool_bytes + self.resident_bytes + cache_bytes
 
     def chunks(self) -> list[Chunk]:
-        """All chunks with optimizer states, in forward order."""
+        """Return all chunks with optimizer states, in forward order."""
         return [chunk for block in self.blocks for chunk in block.cut(self.plan.chunk_numel)]
 
     @property
@@ -257,7 +257,7 @@ class OffloadLayout(StoredForm):
         return sum(block.shape().num_chunks(self.plan.chunk_numel) for block in self.blocks if block.name in held)
 
     def spill_records(self) -> tuple[RecordSpec, ...]:
-        """Scratch records for gradients that RAM cannot hold."""
+        """Return scratch records for gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(self._gradient_record(block) for block in self.blocks if block.name in spilled)
 
@@ -277,8 +277,8 @@ class OffloadLayout(StoredForm):
         return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
 
     def held_gradients(self) -> tuple[BlockGradient, ...]:
-        """Return the gradients of all blocks, in forward order; empty unless RAM beside activations may hold gradients
-        that the pool cannot."""
+        """Return the gradients of all blocks, in forward order; empty unless RAM that activations leave may hold
+        gradients that do not fit the pool."""
         if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
             return ()
         return tuple(
@@ -311,8 +311,8 @@ class WholeBlocks:
         return whole_machine(device), paths
 
     def num_rows_buffers(self, *, memory_is_host: bool) -> int:
-        """Return the number of host buffers for rows of a table: one for what is read, and one for rows on their way to
-        the device."""
+        """Return the number of host buffers for rows of a table: one for rows that are read, and one for rows in
+        transit to the device."""
         return 1 if memory_is_host else 2
 
     def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
@@ -352,8 +352,8 @@ class _Shards(WholeBlocks):
         return config.experts.parallel != "none"
 
     def num_rows_buffers(self, *, memory_is_host: bool) -> int:
-        """Return the number of host buffers as for a single rank. Ranks also need the second one on a host, and a third
-        one for rows that are sent to other ranks."""
+        """Return the number of host buffers for rows of a table: the two of a single rank, and one for rows that are
+        sent to other ranks."""
         return 3
 
     def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
@@ -407,7 +407,7 @@ def resolved_here(
 
 
 def chunked_loss_of(config: ResolvedConfig) -> ChunkedLoss | None:
-    """Return when and how a run computes its logits in chunks; None if it never does."""
+    """Return the condition and the size for chunks of logits; None if a run never computes logits in chunks."""
     if config.chunks.loss is False:
         return None
     return ChunkedLoss(
@@ -573,7 +573,7 @@ def _check_expert_parallel(model: nn.Module, has_experts: bool, config: Resolved
 
 
 def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: WholeBlocks) -> tuple[RecordTraffic, ...]:
-    """Return what a step reads of each of this rank's records, with blocks in forward order."""
+    """Return the traffic of a step for each of this rank's records, with blocks in forward order."""
     shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     master_of = {block.name: block.master for block in blocks}
     by_block: dict[str, list[RecordTraffic]] = {}

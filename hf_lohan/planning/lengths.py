@@ -17,10 +17,10 @@ MOST_TOKENS = 1 << 20
 """The longest row that is tried, unless the model has more positions."""
 _GROWTH = 8
 _CLOSE_ENOUGH = 1.01
-"""A row that does not fit is longer than the longest known one that fits by at most this factor."""
+"""The search ends if a row that does not fit is longer than a row that fits by at most this factor."""
 _MOST_PLANS = 16
 _SLOW_S = 5.0
-"""A model whose plan takes longer than this may run a loop over tokens, and longer rows would take minutes."""
+"""The search ends after a plan that takes longer than this, because the model may loop over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class LongestRow:
 def longest_row(
     plan: Callable[[int], PlannedStep], *, begin: int, num_positions: int | None, room_bytes: int
 ) -> LongestRow:
-    """Return the longest row that fits. ``plan`` plans a batch of one row of that many tokens, and may raise ValueError
-    for more tokens than the model has positions. ``begin``: the first length to try. ``num_positions`` of the model,
-    if it says so. ``room_bytes``: the memory of the device.
+    """Return the longest row that fits. ``plan(num_tokens)`` plans a batch of one row, and may raise ValueError for
+    more tokens than the model has positions. ``begin``: the first length to try. ``num_positions``: the model's
+    positions, if known. ``room_bytes``: the memory of the device.
 
     The memory of a step grows about linearly with its tokens, so the search extrapolates from the last two plans.
     """
@@ -79,7 +79,7 @@ def _middle(fits: int, does_not_fit: int) -> int:
 
 
 def _next_length(fits: int, does_not_fit: int, needs: Sequence[tuple[int, int]], room_bytes: int) -> int:
-    """Return a length between the two, at which the step takes about ``room_bytes``."""
+    """Return a length between ``fits`` and ``does_not_fit``, at which the step takes about ``room_bytes``."""
     guess = _expected_length(needs, room_bytes)
     if guess is None:
         guess = _GROWTH * needs[-1][0] if fits else needs[-1][0] // _GROWTH
@@ -107,17 +107,17 @@ def read_lengths(path: str | Path) -> list[int]:
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
         if not text.isascii() or not text.isdigit() or int(text) < 1:
-            raise ValueError(f"line {number} of {path} is {line!r}; write the tokens of one row, such as 2048")
+            raise ValueError(f"line {number} of {path} is {line!r}; write a row's number of tokens, such as 2048")
         lengths.append(int(text))
     if not lengths:
-        raise ValueError(f"{path} has no lines; write the tokens of a row in each")
+        raise ValueError(f"{path} has no lines; write a row's number of tokens in each line")
     return lengths
 
 
 _CLASS_FACTOR = 1.25
-"""Batches within this factor have one class, as in a run, which plans anew for longer ones."""
+"""Batches whose lengths differ by at most this factor have one class. A run plans anew for longer batches, too."""
 _MOST_CLASSES = 24
-"""Shorter batches than those of the last class count as its."""
+"""Largest number of classes. The last one also has all shorter batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,15 +171,15 @@ def plan_epoch(
     num_ranks: int,
     packed_row_tokens: int,
 ) -> PlannedEpoch:
-    """Plan an epoch of rows in the order of ``lengths``. ``plan`` plans a step whose batches have that many tokens in
-    each row, and raises BudgetError for rows that do not fit. Batches of all ranks run at once, so the longest of them
-    takes the time."""
+    """Plan an epoch of rows in the order of ``lengths``. ``plan(num_tokens)`` plans a step whose batches have rows of
+    this length, and raises BudgetError for rows that do not fit. Batches of all ranks run at once, so the longest of
+    them determines the time."""
     num_at_once = batch_size * num_ranks
     padded = _longest_of_each(lengths, num_at_once)
     tops = _class_tops(padded)
     steps = {top: plan(top).plan.prediction for top in {*tops, packed_row_tokens}}
     class_of = [next(top for top in reversed(tops) if length <= top) for length in padded]
-    # Between two planned lengths, a step's time is on the line between theirs. Below the shortest it is that of it.
+    # Step times are interpolated between planned lengths. A shorter batch takes as long as the shortest planned one.
     known = sorted(tops)
     seconds = np.interp(padded, known, [steps[top].step_s for top in known]) / num_micro_batches
     num_packed_rows = -(-sum(lengths) // packed_row_tokens)
@@ -210,7 +210,7 @@ def plan_epoch(
 
 
 def _longest_of_each(lengths: Sequence[int], number: int) -> list[int]:
-    """Return the longest of each ``number`` lengths in turn."""
+    """Return the longest length of each group of ``number`` lengths in turn."""
     return [max(lengths[start : start + number]) for start in range(0, len(lengths), number)]
 
 

@@ -1,5 +1,5 @@
-"""Corrects the hardware profile by a run's own steps, with the bytes and busy seconds of each lane while all lanes
-work."""
+"""Corrects the hardware profile with measurements of a run's own steps: the bytes and busy seconds of each lane while
+all lanes work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepTimes:
     compute_s: float
     """Seconds of the device, including waits within a block's work."""
     waits_s: float
-    """Seconds in which the launching thread waited meanwhile. The device may have computed during these."""
+    """Seconds in which the launching thread waited within a block's work. The device may have computed meanwhile."""
     drives_s: float = 0.0
     """Seconds in which a drive read or wrote."""
     read_bytes: float = 0.0
@@ -80,8 +80,8 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
 def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
     """Return the hardware with the rates of a measured step; the same object if the profile was close enough. A step's
     time shows the rate of one resource, but the choice of a plan depends on several, so each is corrected separately.
-    Drives are corrected by the bytes that they moved. The others are corrected by their predicted seconds, unless the
-    device shares its cores with them. The remaining error is attributed to the step's bottleneck."""
+    Drives are corrected by the bytes that they moved. Other resources are corrected by their predicted seconds, unless
+    they share cores with the device. The remaining error is attributed to the step's bottleneck."""
     hardware = _as_seen(planned, measured)
     expected = forecast(planned.profile, hardware, planned.setup, planned.plan)
     factor = measured.step_s / expected.step_s
@@ -173,7 +173,7 @@ def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
 
 
 def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    """Return the hardware with a device that is slower by ``factor``, or faster if it is below 1."""
+    """Return the hardware with a device that is slower by ``factor``, or faster if ``factor`` is below 1."""
     return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *COMPUTING_RATES))
 
 

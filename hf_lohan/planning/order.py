@@ -87,8 +87,8 @@ def random_numbers_of(model: Any) -> str | None:
 
 
 def layer_beside_text(model: Any) -> str | None:
-    """The name of a layer that a batch of text alone does not reach, such as one of a vision tower; None: there is
-    none."""
+    """Return the name of a layer that a batch of text alone does not reach, such as one of a vision tower; None if
+    there is none."""
     root = base_of(model)
     others = getattr(getattr(root, "config", None), "sub_configs", {})
     if not any("vision" in name or "audio" in name for name in others) or not hasattr(root, "get_decoder"):
@@ -131,8 +131,8 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def profile_together(one: ModelProfile, number: int) -> ModelProfile:
     """Return the profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and activations of
-    layers count all of them. One computes while the inputs of the others wait between two layers. A head keeps the
-    activations of one at a time."""
+    layers count all of them. One micro-batch computes while the inputs of the others wait between two layers. A head
+    keeps the activations of one micro-batch at a time."""
     if number == 1:
         return one
     waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)

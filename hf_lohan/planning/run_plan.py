@@ -56,12 +56,12 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS = "chunk_tokens"
 """Name of a run's chunks in the facts of a commit."""
 CHUNKS_NAME = "chunk_tokens.json"
-"""The file of a store with the tokens of a chunk that a run has decided. A run that continues from an earlier commit
-reads it."""
+"""The store's file with the number of tokens in a chunk that a run has decided. A run that continues from an earlier
+commit reads it."""
 RUN_ID = "run_id"
-"""Name of the run there. Runs that continue one another have the same."""
+"""Name of the run's id in these facts. A run that continues another has the same id."""
 FUSED = "fused"
-"""Name of `RunPlan.fused` there."""
+"""Name of `RunPlan.fused` in these facts."""
 NUM_STEPS_BEFORE = 2
 """Number of steps that are not timed. The first has cold caches, and its updates run during the second."""
 NUM_STEPS_TIMED = 2
@@ -70,7 +70,7 @@ NUM_STEPS_TRIED = 3
 _WORTH_TRYING = 0.97
 """Another plan is tried if its step takes less than this share of the present one."""
 _WORTH_MEASURING_S = 60.0
-"""Measuring hardware well takes a few seconds. For a run that is shorter than this, it is measured roughly."""
+"""Measuring hardware well takes a few seconds. For a run that is shorter than this, hardware is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
 """Number of steps that is assumed for a run of unknown length."""
 _SLOW_CORE_FLOPS_PER_S = 20e9
@@ -78,10 +78,10 @@ _SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
 _SLOW_DRIVE_BYTES_PER_S = 1e9
 _STEP_BYTES_PER_PARAM = 26
 _MUCH_LONGER = 2
-"""Rates of computing are measured again for a batch with at least this number of times the tokens."""
+"""Rates of computing are measured again for a batch with at least this multiple of the measured batch's tokens."""
 _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
 _MEASURING_AGAIN = MeasuringEffort(budget_s=2.0)
-"""The device's part of this, which is a third, is measured in the middle of a run."""
+"""In the middle of a run only the device is measured, which takes a third of this."""
 
 
 class RunPlan:
@@ -98,7 +98,7 @@ class RunPlan:
         *,
         moves_files: bool = False,
     ) -> None:
-        """``moves_files``: whether weights and swapped activations go between SSDs and device past host memory."""
+        """``moves_files``: whether weights and swapped activations bypass host memory between SSDs and device."""
         self._moves_files = moves_files
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
@@ -114,21 +114,21 @@ class RunPlan:
         self.fused: Fusion | None = None
         """How the run's layers fuse the operations between products."""
         self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
-        """The same of the run that this one continues. Earlier versions do not tell it."""
+        """`fused` of the run that this one continues. Commits of earlier versions do not have it."""
         self.chunks: ChunkedLayers | None = None
         """The layers that may run in chunks, if any may."""
         self.chunk_tokens: int | None = None
-        """Tokens of a chunk of the run's layers, once they are decided. None while layers run whole."""
+        """Number of tokens in a chunk of the run's layers, once it is decided. None while layers run whole."""
         self._chunks_file: str | None = None
         self._decided_before: int | None = None
-        """Tokens of a chunk that this run decided after the commit from which it continues."""
+        """Number of tokens in a chunk that this run decided after the commit from which it continues."""
         self._run_id: str | None = uuid4().hex
-        """The run, in its commits and checkpoints and in ``file`` of `may_cut`."""
+        """The run's id in its commits and checkpoints, and in ``file`` of `may_cut`."""
         self._net_bytes_per_s: float | None = None
         self._computing: MeasuredComputing | None = None
         """The rates of computing on which the plan in use is based."""
         self._of_longer: MeasuredComputing | None = None
-        """Those of a longer batch, while it is planned for."""
+        """The rates for a longer batch, while a plan for it is made."""
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
@@ -137,7 +137,7 @@ class RunPlan:
         self._failure = ""
         """Why the last step could not be planned."""
         self._routing: Mapping[str, Sequence[int]] = {}
-        """By layer, the number of tokens of each expert in the timed steps."""
+        """Number of tokens of each expert in the timed steps, by layer."""
 
     def begin_run(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
@@ -145,7 +145,7 @@ class RunPlan:
 
     def may_cut(self, chunks: ChunkedLayers, file: str | None = None) -> None:
         """Run these layers in chunks if the setting says so, or else from the first batch on that does not fit.
-        ``file`` keeps the decided tokens of a chunk until a commit has them."""
+        ``file`` keeps the decided number of tokens in a chunk until a commit has it."""
         self.chunks = chunks
         self._chunks_file = file
         setting = self._config.chunks.layers
@@ -166,7 +166,7 @@ class RunPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a commit or checkpoint says of the plan."""
+        """The facts of the plan in a commit or checkpoint."""
         return {CHUNK_TOKENS: self.chunk_tokens, RUN_ID: self._run_id, FUSED: self.fused}
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
@@ -208,8 +208,8 @@ class RunPlan:
         """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
         look slow. The hardware is measured only for the first plan. After an error the run continues without a plan.
         ``layout``: the memory that the run has taken so far. ``may_run_together``: see `plan_step`. Raises BudgetError
-        on all ranks if a step needs a plan, and that of a rank does not fit or cannot be planned. It needs one if
-        `device_memory` has a size, or for the RAM of ranks that share rows."""
+        on all ranks if a step needs a plan, and a rank has none that fits. A step needs a plan if `device_memory` has a
+        size, or if ranks share rows."""
         self._layout = layout or self._layout
         self._of_longer = None
         if self.first is None and self._fused_before not in ("unknown", self.fused):
@@ -264,7 +264,7 @@ class RunPlan:
 
     @property
     def _needs_plan(self) -> str | None:
-        """Why a step needs a plan, and how to do without. None if it does not."""
+        """Why a step needs a plan, and how to do without a plan; None if a step needs none."""
         if self._config.device_memory != AUTO:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
@@ -302,7 +302,7 @@ class RunPlan:
     def _with_common_chunks(
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
-        """Decide the tokens of a chunk if the plan needs chunks. All ranks take the smallest number of all."""
+        """Decide the number of tokens in a chunk if the plan needs chunks. All ranks take the smallest number."""
         if self.chunks is None or self._config.chunks.layers != "auto" or self.chunk_tokens is not None:
             return planned
         own = None if planned is None else planned.plan.chunk_tokens
@@ -417,8 +417,8 @@ class RunPlan:
         return before
 
     def _hardware_for(self, now: PlannedStep | None, traced: TracedModel, shape: StepShape) -> HardwareProfile:
-        """Return the hardware for batches of this shape, which is measured for the first plan ``now``. Steps correct
-        the rates of computing by a factor, which has the fixed costs of short steps. So these rates are measured again
+        """Return the hardware for batches of this shape. It is measured if no plan exists ``now``. Steps correct the
+        rates of computing by a factor, which includes the fixed costs of short steps. So these rates are measured again
         for batches that are much longer."""
         num_tokens, before = shape.batch_size * shape.sequence_length, self._computing
         if now is None or before is None:
@@ -485,7 +485,7 @@ class RunPlan:
 
 
 def _layers_without_text(profile: ModelProfile) -> list[str]:
-    """The layers that a batch of token ids alone does not reach, such as those of a vision tower."""
+    """Return the layers that a batch of token ids alone does not reach, such as those of a vision tower."""
     return [layer.name for layer in profile.layers if not layer.flops]
 
 
@@ -524,8 +524,8 @@ def stock_fit(
     recomputes: bool,
     has_text_alone: bool = True,
 ) -> InMemoryFit:
-    """Whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError for a model
-    that cannot be traced. ``has_text_alone``: no batch has images. Otherwise a model with a tower has a ValueError."""
+    """Return whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError if
+    the model cannot be traced, or if it has layers for other inputs than text and not ``has_text_alone``."""
     with hooks_taken_off(model):
         traced = trace_blocks(
             model,

@@ -23,7 +23,7 @@ _PROBE_BYTES = 2 << 20
 """Bytes that each rank sends to each other rank to measure the network."""
 _NUM_PROBES = 3
 _MOST_RANKS = 64
-"""Ranks of a machine, and machines, whose directories are searched for stores of other numbers of ranks."""
+"""Most ranks of a machine, and most machines, whose directories are searched for stores of other numbers of ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class _Offer:
 
 
 def rank_paths(paths: Sequence[SsdPath], ranks: Ranks) -> tuple[SsdPath, ...]:
-    """Return the paths of this rank's store, by the paths that all ranks get, whose patterns are filled in. With
-    several ranks, each rank has its own folder below a path. A path that already names this rank's folder is
-    unchanged."""
+    """Return the paths of this rank's store, with the patterns of ``paths`` filled in. All ranks get the same
+    ``paths``. With several ranks, each rank has its own folder below a path. A path that already names this rank's
+    folder is unchanged."""
     return tuple(replace(ssd, path=_folder(ssd, ranks), names_ranks=False) for ssd in paths)
 
 
@@ -77,8 +77,8 @@ def _folder(ssd: SsdPath, ranks: Ranks) -> str:
 
 
 def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
-    """Return the lists of directories in which ranks of any number may have their stores on this machine: one list,
-    unless ``paths`` have `{local_rank}` or `{node}`."""
+    """Return the lists of directories in which any rank may have its store on this machine. There is one list, unless
+    ``paths`` have `{local_rank}` or `{node}`."""
     text = " ".join(ssd.path for ssd in paths if ssd.names_ranks)
     local_ranks, nodes = (range(_MOST_RANKS if name in text else 1) for name in ("{local_rank}", "{node}"))
     found: list[list[str]] = []
@@ -95,7 +95,7 @@ def whole_machine(device: Device) -> Share:
 
 
 def memory_limit_of(ranks: Ranks) -> int | None:
-    """Return the most host memory that the limits of this machine's control groups leave each of its ranks."""
+    """Return the bytes of host memory that the limits of this machine's control groups allow each of its ranks."""
     limit = host_memory_limit_bytes()
     return None if limit is None else limit // ranks.num_local
 

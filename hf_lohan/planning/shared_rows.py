@@ -1,4 +1,4 @@
-"""What a step costs one of the ranks that share rows (`ranks.per_row`), from a trace of its own tokens."""
+"""Computes the costs of a step for one of the ranks that share rows (`ranks.per_row`), from a trace of its tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_lohan.planning.layout import OffloadLayout
 
 
 def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
-    """Return the most tokens that a rank has of a row."""
+    """Return the largest number of tokens that a rank has of a row."""
     return RowPieces(sequence_length, 0, sequence_ranks).most_tokens
 
 
 def key_numel(config: Any) -> int:
-    """Return the elements of a token's keys and values in one layer by a model's config, or 0 if it does not say it.
-    Ranks share expanded keys and values, so compressed ones count as expanded. A trace in chunks knows better
-    (`TracedModel.keys`), but not all layers can be traced, such as mixtures in float32."""
+    """Return the number of elements of a token's keys and values in one layer, from a model's config; 0 if it is not
+    known. Ranks share expanded keys and values, so compressed ones count as expanded. A trace in chunks is more exact
+    (`TracedModel.keys`), but some layers cannot be traced, such as mixtures in float32."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     try:
         num_heads = int(text.num_attention_heads)
@@ -31,7 +31,7 @@ def key_numel(config: Any) -> int:
             return num_heads * sum(int(getattr(text, name)) for name in names)
         head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // num_heads
         return 2 * int(getattr(text, "num_key_value_heads", None) or num_heads) * int(head_dim)
-    except (AttributeError, TypeError):  # it has no such sizes, or those of its layers differ
+    except (AttributeError, TypeError):  # the config has no sizes, or the sizes of its layers differ
         return 0
 
 
@@ -39,9 +39,9 @@ def shared_key_bytes(
     profile: ModelProfile, keys: tuple[int, int], sequence_ranks: int, chunk_tokens: int | None = None
 ) -> int:
     """Return a rank's part of the RAM in which the ranks of a row have keys, values and sums of their gradients
-    (`RowMemory`). It is enough for all batches with at most the tokens, and at most the length, of those of
-    ``profile``, which counts the rank's own tokens. With ``chunk_tokens``, more tokens than a chunk are in RAM only if
-    they are of one row. ``keys``: a token's elements in the keys and values of a layer, and the bytes of an element."""
+    (`RowMemory`). It is enough for all batches with no more tokens and no longer rows than ``profile``, which counts
+    the rank's own tokens. With ``chunk_tokens``, more tokens than a chunk are in RAM only if they are of one row.
+    ``keys``: number of a token's elements in the keys and values of a layer, and bytes of an element."""
     num_tokens = profile.batch_size * profile.sequence_length
     at_once = num_tokens if chunk_tokens is None else max(profile.sequence_length, min(num_tokens, chunk_tokens))
     key_numel, itemsize = keys
@@ -67,9 +67,9 @@ def with_keys_of_other_ranks(
     profile: ModelProfile, keys: tuple[int, int], sequence_ranks: int, *, in_ram: bool = False
 ) -> ModelProfile:
     """Return the profile of a rank whose queries see keys of all ranks. ``profile`` counts the rank's own tokens. A
-    layer then holds the keys and values of whole rows and their float32 sums, unless it uses those ``in_ram``, and a
-    query sees ``sequence_ranks`` times as many keys. Attention in a window is overestimated, because it does not grow
-    with the row. ``keys``: see `shared_key_bytes`."""
+    layer then holds the keys and values of whole rows and their float32 sums, unless it uses these ``in_ram``. A query
+    sees ``sequence_ranks`` times as many keys. The cost of attention in a window is overestimated, because it does not
+    grow with the row. ``keys``: see `shared_key_bytes`."""
     tokens = profile.batch_size * profile.sequence_length * sequence_ranks
     key_numel, itemsize = keys
     held_bytes = 0 if in_ram else tokens * key_numel * (itemsize + torch.float32.itemsize)

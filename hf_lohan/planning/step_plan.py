@@ -75,7 +75,7 @@ class PlannedStep:
 
     @property
     def lacks_ram(self) -> bool:
-        """Whether a step has no room in `cpu_memory` for what must be there."""
+        """Whether a step needs more RAM than `cpu_memory`."""
         return self.plan.cpu_bytes > self.setup.cpu_memory_bytes
 
     @property
@@ -117,9 +117,9 @@ def plan_step(
     state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
     the orders of micro-batches, and return the better one in the shape. With several ranks, configuration and shape
     describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those
-    that the configuration allows. ``routing``: by layer, the number of tokens of each expert. By default all experts
-    are equally likely. ``chunk_tokens``: the tokens of a chunk, if they are decided. ``simulates``: the solvers whose
-    steps are simulated, which are all, the one that the configuration asks for, or none, with Algorithm 1's plan.
+    that the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
+    are equally likely. ``chunk_tokens``: the number of tokens in a chunk, if it is decided. ``simulates``: the solvers
+    whose steps are simulated: all, the one of the configuration ("own"), or none, with Algorithm 1's plan.
     ``fused``: how layers fuse the operations between products. ``is_trial``: the caller asks only whether and how the
     step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory. Raises
     ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
@@ -155,15 +155,15 @@ def plan_step(
     together = plan(
         replace(shape, num_micro_batches=1, num_together=num_together),
         in_turn.hardware,
-        # What fits whole one by one is not cut to run together, because that would change numbers.
+        # Layers that fit whole one by one are not cut to run together, because that would change numbers.
         None if fits_whole and chunk_tokens is None and config.chunks.layers == AUTO else chunks,
     )
     return _by_best_solver(_better_order(in_turn, together), simulates)
 
 
 def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none"] = "own") -> PlannedStep:
-    """Return the step with the plan of the best solver. Everything else was chosen by the sum of lanes. A run does not
-    depend on the simulation, so after an error the plan stays."""
+    """Return the step with the plan of the best solver. All other parts of the plan were chosen without simulation. A
+    run does not depend on the simulation, so after an error the plan stays."""
     if simulates == "none":
         return planned
     try:
@@ -243,7 +243,7 @@ def _plan_shape(
         )
 
     keys = (0, 0)
-    if config.ranks.per_row > 1 and chunks is not None:  # a few tokens show what each has
+    if config.ranks.per_row > 1 and chunks is not None:  # a few tokens show the sizes of all
         few = trace(chunked_loss, _FEW_TOKENS // 2, batch_size=1, sequence_length=_FEW_TOKENS)
         keys = few.keys if any(few.keys) else (key_numel(getattr(model, "config", None)), few.profile.param_itemsize)
 
@@ -368,8 +368,8 @@ def _least_bytes(
     planned_with: Callable[[int], OffloadPlan | None],
     needed_bytes: Callable[[OffloadPlan], int],
 ) -> int:
-    """Return a budget that is enough. With more memory a run has more slots or larger buffers, so what is enough with
-    those of ``plan`` may not be."""
+    """Return a budget that is enough. With more memory a run has more slots or larger buffers, so the bytes that
+    ``plan`` needs may be too few."""
     least_bytes = needed_bytes(plan)
     for _ in range(_MOST_SIZES_TRIED):
         larger = planned_with(least_bytes)

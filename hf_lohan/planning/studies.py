@@ -1,4 +1,4 @@
-"""What is studied of a plan beside the sum of lanes: nothing, or what the annex `studies` finds."""
+"""Interface to the annex `studies`, which simulates plans. Without the annex, no plan is simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIMULATED = ("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes")
 
 
 class PlanStudies:
-    """Studies nothing. The annex's class does."""
+    """Studies nothing. The annex has a subclass."""
 
     def choose_solver(
         self,
@@ -24,8 +24,8 @@ class PlanStudies:
         *,
         compares: bool = False,
     ) -> OffloadPlan:
-        """Return Algorithm 1's ``plan``, or that of another solver, with what the solvers found. ``compares``: try all
-        solvers."""
+        """Return Algorithm 1's ``plan``, or the plan of another solver, with the results of the solvers. ``compares``:
+        try all solvers."""
         return plan
 
     def simulated_facts(self, planned: Any) -> dict[str, Any]:

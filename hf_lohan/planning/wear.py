@@ -1,4 +1,4 @@
-"""Says what a run writes to its drives, which part of their endurance that is, and which change lowers it most."""
+"""Reports the bytes that a run writes to its drives, their part of the endurance, and the change that saves most."""
 
 from __future__ import annotations
 

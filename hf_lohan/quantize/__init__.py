@@ -1,8 +1,8 @@
 """Packed weights, in torch operations.
 
-A `PackedForm` says how the store has one parameter, and decodes it: `FourBitForm` is NF4 and FP4 with the bits of
-bitsandbytes, `EncodedForm` what other quantized checkpoints have. A `Packer` packs elements as they come. Nothing here
-knows where the bytes lie.
+A `PackedForm` defines how the store packs one parameter, and decodes it. `FourBitForm` is NF4 and FP4, bitwise equal to
+bitsandbytes. `EncodedForm` is for the codes of other quantized checkpoints. A `WeightPacker` packs elements in order.
+No code here depends on where the bytes are stored.
 """
 
 from hf_lohan.quantize.encoded_weights import EncodedForm, int8_form

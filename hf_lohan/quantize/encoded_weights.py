@@ -1,7 +1,7 @@
 """Weights of quantized checkpoints, decoded some rows at a time.
 
-A weight is stored as codes of few bits and as scales that blocks of codes share. Values are products of both in
-float32, as transformers computes them, and are rounded once to the wanted dtype.
+A weight is stored as codes of few bits and as scales that blocks of codes share. A value is the float32 product of its
+code and scale, as in transformers. It is rounded once to the requested dtype.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DECODED_AT_ONCE_NUMEL = 1 << 19
-"""Elements that are decoded together, so that float32 products need little memory and stay in the cache."""
+"""Number of elements that are decoded together, so that float32 products need little memory and stay in the cache."""
 _READ_AT_ONCE_BYTES = 8 << 20
-"""Codes that are read together to be stored as they are."""
+"""Number of bytes of codes that are read together, and stored unchanged."""
 
 
 class UnreadTensor(Protocol):
-    """A tensor in a safetensors file. Indexing with slices reads these elements."""
+    """A tensor in a safetensors file. Indexing with slices reads the selected elements."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -37,11 +37,11 @@ class UnreadTensor(Protocol):
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
-# Codes, as float32 values without their scales: [rows, stored columns] to [rows, columns].
+# These functions decode codes [rows, stored columns] to float32 values [rows, columns], without their scales.
 
 
 def decode_numbers(codes: Tensor) -> Tensor:
-    """Codes that are numbers of torch, such as float8 and int8."""
+    """Decode codes of a torch dtype, such as float8 and int8."""
     if codes.device.type == "cpu" and codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # a table is faster
         return _look_up(_float8_values(codes.dtype), codes)
     return codes.to(torch.float32)
@@ -53,31 +53,31 @@ def _float8_values(dtype: torch.dtype) -> Tensor:
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """The elements of a table [256] that bytes stand for, as float32."""
+    """Return the elements of a table [256] whose indices are the bytes of ``codes``, as float32."""
     index = codes.contiguous().view(torch.uint8).to(torch.int32)
     return table.index_select(0, index.flatten()).view(torch.float32).view(*codes.shape[:-1], -1)
 
 
 def decode_fp4(codes: Tensor) -> Tensor:
-    """Two FP4 numbers (E2M1) in each byte, the first in its lower half."""
+    """Decode two FP4 numbers (E2M1) from each byte. The first is in the lower half."""
     return _look_up(_fp4_pairs(codes.device), codes)
 
 
 @cache
 def _fp4_pairs(device: torch.device) -> Tensor:
-    """The two values of each byte, as one element of 8 bytes: [256]."""
+    """Return a table [256] that maps a byte to its two float32 values, as one element of 8 bytes."""
     numbers = torch.tensor(_FP4_VALUES)
     pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
     return pairs.view(torch.float64).flatten().to(device)
 
 
 def decode_int4(codes: Tensor) -> Tensor:
-    """Eight integers from -8 to 7 in each int32, as offsets from -8, the first in its lowest bits."""
+    """Decode eight integers from -8 to 7 from each int32, stored as offsets from -8, the first in the lowest bits."""
     return _unpack_int32(codes, 4)
 
 
 def decode_int8(codes: Tensor) -> Tensor:
-    """Four integers from -128 to 127 in each int32, as offsets from -128, the first in its lowest bits."""
+    """Decode four integers from -128 to 127 from each int32, stored as offsets from -128, the first in the low bits."""
     return _unpack_int32(codes, 8)
 
 
@@ -88,13 +88,13 @@ def _unpack_int32(codes: Tensor, bits: int) -> Tensor:
 
 
 def decode_scales(scales: Tensor) -> Tensor:
-    """Scales in float32. Bytes (uint8) are exponents of two plus 127, and 255 is NaN."""
+    """Convert scales to float32. A uint8 scale is the exponent of a power of two, plus 127. A scale of 255 is NaN."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).to(torch.float32)
 
 
 def scale_rows_(values: Tensor, scales: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
-    """Multiply values [rows, columns] in place by the scales of their blocks of (rows, columns). ``scales`` begins with
-    the block that has the first value, which is in row ``first_row`` of that block."""
+    """Multiply values [rows, columns] in place by the scales of their blocks of (rows, columns). The first value is in
+    row ``first_row`` of the first block of ``scales``."""
     by_row = _by_row(scales, block[0], first_row, values.shape[0])
     full, rest = divmod(values.shape[1], block[1])
     values[:, : full * block[1]].unflatten(1, (full, block[1])).mul_(by_row[:, :full, None])
@@ -104,7 +104,7 @@ def scale_rows_(values: Tensor, scales: Tensor, block: tuple[int, int], first_ro
 
 
 def _by_row(by_block: Tensor, block_rows: int, first_row: int, num_rows: int) -> Tensor:
-    """What blocks of rows have, for each row: [num_rows, ...]."""
+    """Expand ``by_block``, which has an element for each block of rows, to an element for each row [num_rows, ...]."""
     rows = torch.arange(first_row, first_row + num_rows, device=by_block.device) // block_rows
     return by_block.index_select(0, rows)
 
@@ -118,7 +118,7 @@ _DECODERS: dict[CodeKind, Callable[[Tensor], Tensor]] = {
 
 @cache
 def _values_of(codes: CodeKind, device: torch.device) -> Tensor:
-    """The values of all codes of a kind, float32 [16] or [256]. Codes of 4 bits come from the lower half of a byte."""
+    """Return the values of all codes of a kind, float32 [16] or [256], in the order of the codes."""
     match codes:
         case "fp4":
             values = torch.tensor(_FP4_VALUES)
@@ -134,7 +134,7 @@ def _values_of(codes: CodeKind, device: torch.device) -> Tensor:
 
 
 _INT8_FACTOR = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes has it."""
+"""1 / 127, with the digits that bitsandbytes uses."""
 _CODES_BY_DTYPE: dict[str, CodeKind] = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8"}
 _SCALES_BY_DTYPE = {
     "F32": "float32",
@@ -144,12 +144,12 @@ _SCALES_BY_DTYPE = {
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3": "float8_e4m3fn",
 }
-"""Names of dtypes in safetensors."""
+"""Map names of dtypes in safetensors to the names in torch."""
 
 
 @dataclass(frozen=True)
 class EncodedForm(PackedForm):
-    """Codes and scales as a quantized checkpoint has them. A unit has matrices that follow each other."""
+    """Codes and scales in the form of a quantized checkpoint. A unit has several matrices, one after the other."""
 
     method: str
     matrices: tuple[EncodedMatrix, ...]
@@ -188,7 +188,7 @@ class EncodedForm(PackedForm):
 
     @cached_property
     def starts(self) -> list[tuple[EncodedMatrix, int, int, int]]:
-        """Each matrix, with its first element, byte of codes and byte of scales in a unit."""
+        """Each matrix with the offsets of its first element, its codes and its scales in a unit."""
         elements = accumulate((matrix.numel for matrix in self.matrices), initial=0)
         codes = accumulate((matrix.codes_bytes for matrix in self.matrices), initial=0)
         scales = accumulate((matrix.scales_bytes for matrix in self.matrices), initial=0)
@@ -227,7 +227,7 @@ class EncodedForm(PackedForm):
 
 
 def int8_form(rows: int, columns: int, *, is_transposed: bool = False) -> EncodedForm:
-    """The form of matrices [rows, columns] in int8, with a scale for each row. They may be packed transposed."""
+    """Return the form of matrices [rows, columns] in int8, with a scale for each row."""
     matrix = EncodedMatrix(
         rows=rows,
         columns=columns,
@@ -254,7 +254,7 @@ class Int8Packer:
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """As `Packer.pack`, of all whole rows up to here."""
+        """Do as `WeightPacker.pack`. Rows are packed as soon as they are whole."""
         before = self.num_taken - self._rest.numel()
         self.num_taken += values.numel()
         values = values.to(torch.float32)
@@ -270,8 +270,7 @@ class Int8Packer:
         return before, torch.round(rows * factors.unsqueeze(1)).to(torch.int8).view(torch.uint8).flatten()
 
     def pack_scales(self) -> Tensor:
-        """The stored bytes of all scales, once all elements have come."""
-        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements have come"
+        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements are packed"
         packed = torch.zeros(self._matrix.scales_bytes, dtype=torch.uint8)
         scales = torch.cat(self._scales).view(torch.uint8)
         packed[: scales.numel()] = scales
@@ -279,13 +278,13 @@ class Int8Packer:
 
 
 def _element_at(matrix: EncodedMatrix, byte: int) -> int:
-    """The element whose code begins at a byte."""
+    """Return the index of the element whose code begins at a byte."""
     row, rest = divmod(byte, matrix.row_bytes)
     return row * matrix.columns + min(rest * 8 // matrix.bits, matrix.columns)
 
 
 def _byte_of(matrix: EncodedMatrix, element: int) -> int:
-    """The first byte of the word that has the code of an element."""
+    """Return the offset of the word that has the code of an element."""
     row, column = divmod(element, matrix.columns)
     return row * matrix.row_bytes + column * matrix.bits // 8 // matrix.cut_bytes * matrix.cut_bytes
 
@@ -293,7 +292,7 @@ def _byte_of(matrix: EncodedMatrix, element: int) -> int:
 def _decode_matrix_(
     out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor, matrix: EncodedMatrix
 ) -> None:
-    """As `PackedForm.decode_`, for one matrix."""
+    """Do as `PackedForm.decode_`, for one matrix."""
     grid = scales[: matrix.grid[0] * matrix.grid[1] * getattr(torch, matrix.scales).itemsize]
     by_block = grid.view(getattr(torch, matrix.scales)).view(matrix.grid)
     zero_points = None
@@ -343,22 +342,22 @@ def _decode_matrix_(
 @dataclass(frozen=True)
 class EncodedWeight:
     """A weight of a checkpoint, [rows, columns] or [experts, rows, columns]. Indexing with a slice of the first
-    dimension, or with `...`, decodes these elements to float32."""
+    dimension, or with `...`, decodes the selected elements to float32."""
 
     shape: torch.Size
     codes: UnreadTensor
-    """[rows, stored columns], with experts before it, and columns in any number of dimensions."""
+    """[rows, stored columns] or [experts, rows, stored columns]. The columns may have several dimensions."""
     scales: UnreadTensor
-    """[blocks of rows, blocks of columns], with experts before it, or one for all of an expert's elements."""
+    """[(experts,) blocks of rows, blocks of columns], or one scale for each matrix."""
     decode_codes: Callable[[Tensor], Tensor]
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     zero_points: UnreadTensor | None = None
-    """Codes of value 0, of each row and block of columns: int8 [rows, blocks], or packed like the codes, by rows."""
+    """The code of 0 for each row and block of columns: int8 [rows, blocks], or packed along rows as codes are."""
     is_transposed: bool = False
-    """Whether the file has the columns of the matrix, or of each expert, as rows."""
+    """Whether the file has each matrix transposed."""
     is_of_127: bool = False
-    """Whether codes are 127ths of the scale."""
+    """Whether a value is code / 127 * scale."""
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -372,7 +371,7 @@ class EncodedWeight:
         return self.decode(first, last, torch.float32)
 
     def decode(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """The rows from ``first`` to ``last`` of a matrix, or these experts of several."""
+        """Decode the rows [first, last) of a matrix, or the experts [first, last)."""
         decoded = torch.empty((last - first, *self.shape[1:]), dtype=dtype)
         if len(self.shape) == 2 and self.is_transposed:
             self._decode_columns(decoded, first, last)
@@ -385,7 +384,7 @@ class EncodedWeight:
         return decoded
 
     def matrix(self) -> EncodedMatrix | None:
-        """How the weight, or each expert of it, is stored. None if it has codes that no `EncodedMatrix` has."""
+        """Return the stored form of the weight, or of each expert. None if no `EncodedMatrix` has its dtypes."""
         kinds = {decode: kind for kind, decode in _DECODERS.items()}
         codes = kinds.get(self.decode_codes) or _CODES_BY_DTYPE.get(self.codes.get_dtype())
         codes = "int8_of_127" if self.is_of_127 else codes
@@ -407,14 +406,14 @@ class EncodedWeight:
         )
 
     def rows_of_codes(self, expert: int | None, matrix: EncodedMatrix) -> Iterator[tuple[int, Tensor]]:
-        """(first row, bytes) of the codes of the matrix, or of one ``expert``, some rows at a time."""
+        """Yield (first row, bytes) of the codes of the matrix, or of one ``expert``, some rows at a time."""
         at_once = max(1, _READ_AT_ONCE_BYTES // matrix.row_bytes)
         for first in range(0, matrix.rows, at_once):
             rows = _rows(self.codes, expert, first, min(first + at_once, matrix.rows))
             yield first, rows.contiguous().view(torch.uint8).flatten()
 
     def scales_of(self, expert: int | None, matrix: EncodedMatrix) -> Tensor:
-        """The stored bytes of scales and zero points of the matrix, or of one ``expert``."""
+        """Return the stored bytes of scales and zero points of the matrix, or of one ``expert``."""
         stored = torch.zeros(matrix.scales_bytes, dtype=torch.uint8)
         scales = self._scales(expert, 0, matrix.grid[0]).contiguous().view(torch.uint8).flatten()
         stored[: scales.numel()] = scales
@@ -424,7 +423,7 @@ class EncodedWeight:
         return stored
 
     def _decode_rows(self, decoded: Tensor, expert: int | None, first: int, last: int) -> None:
-        """Write the rows from ``first`` to ``last`` of a matrix to ``decoded``, some at a time."""
+        """Decode the rows [first, last) of a matrix into ``decoded``, some at a time."""
         num_columns = decoded.shape[1]
         at_once = max(1, _DECODED_AT_ONCE_NUMEL // num_columns)
         for start in range(first, last, at_once):
@@ -439,7 +438,7 @@ class EncodedWeight:
             decoded[start - first : stop - first] = values.mul_(_INT8_FACTOR) if self.is_of_127 else values
 
     def _decode_columns(self, decoded: Tensor, first: int, last: int) -> None:
-        """Write columns of the matrix in the file, whose rows have a scale each, as rows to ``decoded``."""
+        """Decode the columns [first, last) of the file to the rows of ``decoded``. A row of the file has one scale."""
         assert self.block[0] == 1 and self.block[1] >= self.shape[0] and self.zero_points is None
         values = self.decode_codes(self.codes[:, first:last])
         values *= decode_scales(self._scales(None, 0, self.shape[1]))
@@ -466,7 +465,7 @@ def _rows(tensor: UnreadTensor, expert: int | None, first: int, last: int) -> Te
 
 
 def whole_pieces(tensor: UnreadTensor, most_numel: int) -> list[Any]:
-    """Indices that read the tensor in pieces of about this size along its first dimension."""
+    """Return indices that read the tensor in pieces of about ``most_numel`` elements, along its first dimension."""
     shape = tensor.get_shape()
     if not shape or math.prod(shape) <= most_numel:
         return [...]

@@ -1,7 +1,8 @@
-"""NF4 and FP4 in blocks with a scale each, with the bits of bitsandbytes.
+"""NF4 and FP4 with a scale for each block, bitwise equal to bitsandbytes.
 
-A code is the nearest of 16 values, of the element divided by its block's largest. Two codes share a byte, the first in
-the upper half. With double quantization the scales, less their mean, are codes of 8 bits themselves, in blocks of 256.
+An element is divided by the largest magnitude of its block. Its code is the nearest of 16 values. Two codes share a
+byte, the first in the upper half. With double quantization the mean of the scales is subtracted from them, and the
+differences are encoded in 8 bits, in blocks of 256.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _FP4 = (0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, -0.0, -0.0625, -8.0, -12.0, -4
 _VALUES = {"nf4": _NF4, "fp4": _FP4}
 _SMALLEST = 1e-38
 _NUM_CELLS = 1 << 16
-"""Cells of [-1, 1] that each have one code of 8 bits."""
+"""Number of cells that divide [-1, 1]. Each cell has one code of 8 bits."""
 _DECODED_AT_ONCE_NUMEL = 1 << 18
-"""Elements that are decoded together. Their codes and values stay in the cache."""
+"""Number of elements that are decoded together. Their codes and values stay in the cache."""
 
 
 @cache
 def values_of(method: str) -> Tensor:
-    """The values [16] of the codes of a method."""
+    """Return the values [16] of the codes of a method."""
     values = torch.tensor(_VALUES[method], dtype=torch.float32)
     return values / values.abs().max()
 
@@ -45,7 +46,7 @@ def _values_on(method: str, device: torch.device) -> Tensor:
 
 @cache
 def _pairs(method: str, device: torch.device) -> Tensor:
-    """The two values of each byte, as one element of 8 bytes: [256]."""
+    """Return a table [256] that maps a byte to its two float32 values, as one element of 8 bytes."""
     values = values_of(method)
     pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
     return pairs.view(torch.float64).reshape(-1).to(device)
@@ -53,7 +54,7 @@ def _pairs(method: str, device: torch.device) -> Tensor:
 
 @cache
 def _bounds(method: str) -> tuple[Tensor, Tensor]:
-    """The middles [15] between neighbouring values, and the code [16] of each value in ascending order."""
+    """Return the middles [15] between neighbouring values, and the codes [16] in ascending order of values."""
     values = values_of(method)
     order = torch.argsort(values)
     return (values[order[:-1]] + values[order[1:]]) / 2, order.to(torch.uint8)
@@ -61,7 +62,7 @@ def _bounds(method: str) -> tuple[Tensor, Tensor]:
 
 @cache
 def scale_values(device: torch.device) -> Tensor:
-    """The values [256] of the 8-bit codes of scales, ascending: a dynamic exponent and a linear fraction."""
+    """Return the ascending values [256] of the 8-bit codes of scales: a dynamic exponent and a linear fraction."""
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -73,7 +74,7 @@ def scale_values(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def encode(values: Tensor, method: str, block: int) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [n / 2], and scales, float32 [n / block], of flat float32 values [n]. A last block may be short."""
+    """Encode float32 [n] to codes, uint8 [n / 2], and scales, float32 [n / block]. The last block may be short."""
     numel = values.numel()
     full = numel - numel % block
     blocks = values[:full].view(-1, block)
@@ -94,7 +95,7 @@ def encode(values: Tensor, method: str, block: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def join_scales(codes: Tensor, outer: Tensor, offset: float, form: Quantization, numel: int) -> Tensor:
-    """The stored bytes of scales that are packed already: their 8-bit codes, the scales of those, and their mean."""
+    """Return the stored bytes of scales in 8-bit ``codes``. ``outer``: scales of the codes. ``offset``: the mean."""
     packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
     floats = torch.cat([outer.reshape(-1), torch.tensor([offset], dtype=torch.float32)])
     packed[: 4 * floats.numel()].copy_(floats.view(torch.uint8))
@@ -104,7 +105,7 @@ def join_scales(codes: Tensor, outer: Tensor, offset: float, form: Quantization,
 
 @torch.no_grad()
 def pack_scales(scales: Tensor, form: Quantization, numel: int) -> Tensor:
-    """The stored bytes of all scales of a weight of ``numel`` elements."""
+    """Return the stored bytes of all scales of a weight of ``numel`` elements."""
     packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
     if not form.double:
         packed[: 4 * scales.numel()].copy_(scales.view(torch.uint8))
@@ -115,13 +116,13 @@ def pack_scales(scales: Tensor, form: Quantization, numel: int) -> Tensor:
 
 
 def _mean_of_one_thread(values: Tensor) -> Tensor:
-    """The mean with the bits of one thread, because a store may be loaded again with another number of threads. Of two
-    rows torch's threads sum one each."""
+    """Return the mean that one thread computes, because a store may be loaded again with another number of threads.
+    torch sums each of two rows on one thread."""
     return values.expand(2, -1).mean(dim=1)[0]
 
 
 def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit codes [n], and float32 scales [n / 256], of float32 scales [n]."""
+    """Encode float32 scales [n]. Return 8-bit codes [n], and the float32 scales [n / 256] of these codes."""
     numel = scales.numel()
     full = numel - numel % SCALES_PER_SCALE
     blocks = scales[:full].view(-1, SCALES_PER_SCALE)
@@ -135,15 +136,15 @@ def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cell_of(values: Tensor) -> Tensor:
-    """The cell of [-1, 1] that each value falls into. A CPU computes it with one rounding, hence float64."""
+    """Return the cell of [-1, 1] that each value is in. bitsandbytes rounds once on a CPU, hence float64."""
     halves = (values + 1.0) * 0.5
     return (halves.to(torch.float64) * (_NUM_CELLS - 1) + 0.5).to(torch.float32).to(torch.int32)
 
 
 @cache
 def _scale_codes() -> Tensor:
-    """The code of each cell. bitsandbytes looks codes up on a CPU, so a value at the edge of two codes may get either
-    of them."""
+    """Return the code of each cell. bitsandbytes uses this table on a CPU, so a value near the middle of two codes may
+    get either of them."""
     values = scale_values(torch.device("cpu"))
     cells = torch.arange(_NUM_CELLS, dtype=torch.float64)
     middles = (2 * cells / (_NUM_CELLS - 1) - 1).to(torch.float32)
@@ -151,7 +152,7 @@ def _scale_codes() -> Tensor:
 
 
 def unpack_scales(packed: Tensor, form: Quantization, numel: int, first: int, last: int) -> Tensor:
-    """The scales [first, last) of a weight of ``numel`` elements, from the stored bytes of all of them."""
+    """Return the scales [first, last) of a weight of ``numel`` elements, from the stored bytes of all scales."""
     if not form.double:
         return packed[4 * first : 4 * last].view(torch.float32)
     num_scales = form.num_scales(numel)
@@ -167,9 +168,10 @@ def unpack_scales(packed: Tensor, form: Quantization, numel: int, first: int, la
 
 @torch.no_grad()
 def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, numel: int, first: int) -> None:
-    """Decode the elements of a weight of ``numel`` from ``first`` on, where a block begins, into contiguous ``out``.
+    """Decode elements of a weight of ``numel`` elements into contiguous ``out``. A block begins with element ``first``.
 
-    ``codes`` begins at ``first``; ``scales`` are the stored bytes of all scales. All tensors are on one device.
+    ``out`` and ``codes`` begin with element ``first``. ``scales`` has the stored bytes of all scales. All tensors are
+    on one device.
     """
     assert first % form.block == 0, f"element {first} begins no block of {form.block}"
     if packed_form.kernels_for(out) is not None:
@@ -236,7 +238,7 @@ class FourBitForm(PackedForm):
     quantization: Quantization
     unit_numel: int
     transposed_width: int = 0
-    """If the parameter is packed transposed, as bitsandbytes does with `Conv1D`: the width of the transposed matrix."""
+    """Width of the transposed matrix, if the parameter is packed transposed as bitsandbytes packs `Conv1D`, or 0."""
 
     @property
     def setting(self) -> str:
@@ -288,7 +290,7 @@ class FourBitForm(PackedForm):
 
 
 def _put_transposed_(out: Tensor, values: Tensor, first: int, width: int) -> None:
-    """Put the elements from ``first`` on of the transposed matrix in their places in the flat matrix ``out``."""
+    """Write ``values`` to the flat matrix ``out``. They are elements of the transposed matrix, from ``first`` on."""
     rows = out.view(width, -1).t()
     while values.numel():
         row, column = divmod(first, width)
@@ -308,7 +310,6 @@ class Packer:
         self._form = form
         self._numel = numel
         self.num_taken = 0
-        """Elements that came so far."""
         self._rest = torch.empty(0)
         self._scales: list[Tensor] = []
 
@@ -318,7 +319,7 @@ class Packer:
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """(first byte, codes) of all whole blocks up to here. ``values`` are the next elements, flat, in the working
+        """Do as `WeightPacker.pack`. Blocks are packed as soon as they are whole. ``values`` are in the working
         dtype."""
         block = self._form.block
         before = self.num_taken - self._rest.numel()
@@ -335,6 +336,5 @@ class Packer:
         return before // 2, codes
 
     def pack_scales(self) -> Tensor:
-        """The stored bytes of all scales, once all elements have come."""
-        assert self.is_complete, f"{self.num_taken} of {self._numel} elements have come"
+        assert self.is_complete, f"{self.num_taken} of {self._numel} elements are packed"
         return pack_scales(torch.cat(self._scales), self._form, self._numel)

@@ -1,4 +1,4 @@
-"""How the store packs a parameter. The rest of the engine asks a `PackedForm` only, and knows no particular one."""
+"""How the store packs a parameter. The rest of the engine uses only the interface `PackedForm`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _triton_decoder() -> ModuleType | None:
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The module that decodes to this tensor's device in one kernel, `triton_decoder`, or None for torch operations."""
+    """Return `triton_decoder`, which decodes in one kernel, for a CUDA tensor. None if torch operations must decode."""
     return _triton_decoder() if tensor.device.type == "cuda" else None
 
 
@@ -40,33 +40,33 @@ class WeightPacker(Protocol):
 
     @property
     def num_taken(self) -> int:
-        """Elements that came so far."""
+        """Number of elements packed so far."""
 
     @property
     def is_complete(self) -> bool: ...
 
     def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """(first byte, codes) of what the elements up to here complete. ``values`` are the next elements, flat."""
+        """Pack the next elements, flat. Return the codes that are complete now, as (first byte, codes)."""
 
     def pack_scales(self) -> Tensor:
-        """The stored bytes of the unit's scales, once all elements have come."""
+        """Return the stored bytes of the unit's scales. All elements must be packed."""
 
 
 class PackedForm(ABC):
-    """How a parameter is packed: each of its units, such as an expert or the whole parameter, by itself.
+    """How a parameter is packed. Each unit, such as an expert or the whole parameter, is packed by itself.
 
-    A unit is `unit_codes_bytes` of codes in one record, and `unit_scales_bytes` of scales (and what else decoding
-    needs) in another. Codes may be read, sent and decoded in any pieces that are cut at multiples of `cut_bytes`;
-    scales are needed whole. No method knows where bytes lie.
+    A unit is `unit_codes_bytes` of codes in one record, and `unit_scales_bytes` of scales (and other data for decoding)
+    in another. Codes may be read, sent and decoded in any pieces that are cut at multiples of `cut_bytes`; scales are
+    needed whole. No method depends on where the bytes are stored.
     """
 
     unit_numel: int
-    """Elements of a unit."""
+    """Number of elements in a unit."""
 
     @property
     @abstractmethod
     def setting(self) -> str:
-        """The form as users say it, such as "nf4"."""
+        """The name of the form in settings, such as "nf4"."""
 
     @property
     @abstractmethod
@@ -79,11 +79,11 @@ class PackedForm(ABC):
     @property
     @abstractmethod
     def cut_bytes(self) -> int:
-        """Codes are decoded from multiples of these bytes on. A divisor of 4 KiB."""
+        """Decoding can start at any offset that is a multiple of this number of bytes, which divides 4 KiB."""
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the elements of a dense weight may be packed in their order. If not, they come whole."""
+        """Whether a dense weight may be packed some rows at a time. If not, the whole weight must be given at once."""
         return True
 
     def codes_bytes(self, numel: int) -> int:
@@ -95,15 +95,15 @@ class PackedForm(ABC):
         return numel // self.unit_numel * self.unit_scales_bytes
 
     def packer(self) -> WeightPacker:
-        """A packer for one unit. Raises ValueError if weights are only taken as a checkpoint has them."""
+        """Return a packer for one unit. Raises ValueError if this form cannot pack dense weights."""
         raise ValueError(f"dense weights cannot be packed as {self.setting}")
 
     def stored_order(self, values: Tensor) -> Tensor:
-        """All elements of a weight, flat, in the order in which they are packed."""
+        """Return all elements of a weight, flat, in the order in which they are packed."""
         return values
 
     def elements(self, first: int, last: int) -> tuple[int, int]:
-        """The elements [first, last) of a parameter among which the codes of these bytes are."""
+        """Return a range of elements that includes all elements with codes in the bytes [first, last)."""
         size = self.unit_codes_bytes
         unit, last_unit = first // size, (last - 1) // size
         low, _ = self._elements_of_unit(first - unit * size, min(last - unit * size, size))
@@ -111,7 +111,7 @@ class PackedForm(ABC):
         return unit * self.unit_numel + low, last_unit * self.unit_numel + high
 
     def bytes_of(self, first: int, last: int) -> tuple[int, int]:
-        """Bytes [first, last) of codes that decode the elements [first, last) and perhaps some around them."""
+        """Return the range of code bytes from which the elements [first, last), and perhaps more, are decoded."""
         numel = self.unit_numel
         unit, last_unit = first // numel, (last - 1) // numel
         low, _ = self._bytes_of_unit(first - unit * numel, min(last - unit * numel, numel))
@@ -120,10 +120,10 @@ class PackedForm(ABC):
 
     @torch.no_grad()
     def decode_(self, out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor) -> None:
-        """Decode ``codes``, those of the parameter from ``first_byte`` on, to their places in ``out``.
+        """Decode ``codes``, which begin at byte ``first_byte`` of the parameter's codes, to their places in ``out``.
 
-        ``out`` is flat and contiguous, and has the parameter's elements from ``origin`` on, at least those that
-        `elements` says. ``scales`` are those of all units. All tensors are on one device.
+        ``out`` is flat and contiguous. It begins with the parameter's element ``origin``, and has room for all elements
+        that `elements` returns for these bytes. ``scales`` has the scales of all units. All tensors are on one device.
         """
         size, end = self.unit_codes_bytes, first_byte + codes.numel()
         for unit in range(first_byte // size, -(-end // size)):

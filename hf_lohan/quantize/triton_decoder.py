@@ -1,9 +1,9 @@
-"""Decodes packed weights on CUDA in Triton, in one pass, with the bits of the torch operations of `four_bit` and
-`encoded_weights`.
+"""Decodes packed weights on CUDA with Triton kernels, in one pass. Results are bitwise equal to those of the torch
+operations in `four_bit` and `encoded_weights`.
 
-This module is imported only if Triton is installed. A program decodes neighbouring bytes of codes. To get the same
-bits, products are not fused with sums (`enable_fp_fusion`), and values are rounded to bfloat16 by their bits, because
-Triton's interpreter, which the tests use, truncates instead.
+This module is imported only if Triton is installed. A program decodes neighbouring bytes of codes. To get equal bits,
+products are not fused with sums (`enable_fp_fusion`). Values are rounded to bfloat16 with integer operations, because
+Triton's interpreter, which tests use, truncates.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def decode_four_bit_(
 ) -> None:
     """Write the elements [first, stop) of a weight to ``out``, which begins with element ``origin``.
 
-    ``codes`` begins with element ``first``. ``scales`` are float32 [number of blocks], or with double quantization
-    ``outer``, their own scales and their mean, uint8 codes of `scale_values` [256]. ``values``: of the codes, float32
-    [16]. If ``width`` is not zero, the weight [height, width] is written transposed.
+    ``codes`` begins with element ``first``. ``scales`` has a float32 scale for each block. With double quantization it
+    has uint8 codes, which are indices into ``scale_values`` [256], and ``outer`` has the scales of these codes and then
+    their mean. ``values``: the float32 values [16] of the codes. If ``width`` is not zero, the weight [height, width]
+    is written transposed.
     """
     _launch(
         _four_bit_kernel,
@@ -66,8 +67,8 @@ def decode_matrix_(
     factor: float,
 ) -> None:
     """Write the elements of a matrix whose codes begin with byte ``first_byte`` to ``out``, which begins with element
-    ``origin``. ``scales``: float32, of the blocks of ``matrix``. ``values``: of the codes, float32. ``factor``: all
-    products are multiplied by it."""
+    ``origin``. ``scales``: float32 scales of the blocks of ``matrix``. ``values``: float32 values of the codes.
+    ``factor``: all products are multiplied by it."""
     rows, columns = matrix.rows, matrix.columns
     _launch(
         _matrix_kernel,

@@ -34,8 +34,8 @@ def are_equal(digests: Iterable[bytes]) -> bool:
 
 
 def refuse_difference(what: str, values: NamedValues, links: Links, advice: str) -> None:
-    """Raise RanksDisagreeError for the first value that differs between rank 0 and another rank. All ranks, whose
-    digests differ, call this together."""
+    """Raise RanksDisagreeError for the first value that differs between rank 0 and another rank. If digests differ, all
+    ranks call this together."""
     packed = links.all_gather(f"{what} of each rank", _pack(values))
     by_rank: Sequence[dict[str, str]] = [
         {name: json.dumps(value) for name, value in json.loads(of_rank).items()} for of_rank in packed

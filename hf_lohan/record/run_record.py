@@ -1,4 +1,4 @@
-"""Writes a run's settings, figures and plan to `<folder>/lohan/{config,summary,plan}.json`, and prints two lines."""
+"""Writes a run's settings, figures and plan to `<folder>/lohan/{config,summary,plan}.json`. Prints two lines."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from hf_lohan.wording import count, format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS_TO_PLAN = 2
-"""Number of steps after which a run without a plan is printed as not planned."""
+"""After this number of steps, a run that still has no plan prints "not planned"."""
 
 
 def record_folder(output_dir: Path, ranks: Ranks) -> Path:
-    """Return the folder for a rank's figures. Rank 0 has the run's folder. `lohan report` reads all of them."""
+    """Return the folder for the figures of a rank, which is the run's folder for rank 0. `lohan report` reads all."""
     if ranks.rank == 0:
         return output_dir
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
 _MUCH_SWAPPED_BYTES = 256 << 20
-"""Bytes swapped out during a step that are worth a warning. The kernel may swap out a little of idle programs."""
+"""A run warns if more bytes are swapped out during a step. The kernel may swap out a little of idle programs."""
 _CLEARLY_FITS = 0.7
-"""A run that needs less than this part of the device's memory is told that it need not be offloaded. It is less than
-16/22, because 16 bytes of a weight are counted, and the stock Trainer needs up to 22 (with a copy for autocast, and
-temporaries of an optimizer that is not fused). `offload="auto"` counts these, so it does not offload such a run."""
+"""If a run needs less than this fraction of the device's memory, it prints that it need not be offloaded. The planner
+counts 16 bytes for each weight. The stock Trainer needs up to 22, with a copy for autocast and the temporaries of an
+optimizer that is not fused. So the limit is below 16/22. `offload="auto"` counts the copy and temporaries too."""
 
 
 class RunRecord:
@@ -83,11 +83,11 @@ class RunRecord:
         self._num_tokens = 0
         self._began_s = 0.0
         self._cpu_load = 0.0
-        """The machine's load average in the last minute before training, in CPUs."""
+        """Load average of the machine in the last minute before training, in CPUs."""
         self._written_plan: OffloadPlan | None = None
         self._is_announced = self._has_warned_of_swap = False
         self._swapped_out_bytes = 0
-        """What the machine had written to its swap space when the last step ended."""
+        """Bytes that the machine had written to swap space when the last step ended."""
 
     @property
     def _now(self) -> OffloadPlan | None:
@@ -101,7 +101,7 @@ class RunRecord:
     # During the run.
 
     def begin_run(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
-        """Begin training after `step`. It ends with step `num_steps`, or at an unknown step if None."""
+        """Begin training after `step`. The last step is `num_steps`. None means that the last step is not known."""
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
@@ -129,7 +129,7 @@ class RunRecord:
         self._num_tokens += ids.numel() if ids is not None else 0
 
     def announce_run(self) -> None:
-        """Print once what this run does, as soon as the plan is known. Called after each micro-batch."""
+        """Print one line on this run, once and as soon as the plan is known. Called after each micro-batch."""
         planned = self._now.prediction if self._now is not None else None
         if self._is_announced or (planned is None and len(self._step_s) < _NUM_STEPS_TO_PLAN):
             return
@@ -142,11 +142,11 @@ class RunRecord:
             logger.warning("%s", wear.words)
             words = ""
         self._say(
-            f"hf_lohan: the {layout.num_parameters:,} parameters of {layout.identity.model_class} stream from "
-            f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
-            f"{format_bytes(layout.cpu_bytes)} of RAM and {format_bytes(layout.plan.gpu_pool_bytes)} on the "
-            f"{self.engine.device.torch_device.type} (limits: {format_bytes(config.cpu_memory)} and "
-            f"{format_bytes(config.gpu_memory)}); {step}{words}{self._need_not()}"
+            f"hf_lohan: training {layout.num_parameters:,} parameters of {layout.identity.model_class}; state in "
+            f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}); "
+            f"RAM: {format_bytes(layout.cpu_bytes)} of {format_bytes(config.cpu_memory)}; device memory: "
+            f"{format_bytes(layout.plan.gpu_pool_bytes)} of {format_bytes(config.gpu_memory)}; "
+            f"{step}{words}{self._need_not()}"
         )
 
     def _wear(self) -> Wear | None:
@@ -154,7 +154,7 @@ class RunRecord:
         return wear_of(plan.now, plan.num_steps) if plan is not None and plan.now is not None else None
 
     def _need_not(self) -> str:
-        """Words for a run that clearly fits without offloading."""
+        """Return a clause for a run that clearly fits without offloading, and "" for other runs."""
         fit = self._now.in_memory if self._now is not None else None
         if fit is None or fit.activations != "keep" or fit.needed_bytes > _CLEARLY_FITS * fit.memory_bytes:
             return ""
@@ -188,7 +188,7 @@ class RunRecord:
             )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record values that were logged for a finished step, by Trainer's names."""
+        """Record values that were logged for a finished step. Keys are the names that Trainer uses."""
         self._lines.log(step, values)
 
     def flush(self) -> None:
@@ -196,10 +196,10 @@ class RunRecord:
 
     def end_run(self) -> None:
         self._peak.stop()
-        if self.engine.is_closed:  # a closed engine has no figures; those of the steps are written
+        if self.engine.is_closed:  # a closed engine has no figures, but the lines of the steps can be written
             self._lines.flush()
             return
-        self.engine.wait_for_updates()  # the last step's updates and bytes belong to the run
+        self.engine.wait_for_updates()  # figures of the run include the updates of the last step
         self._write_summary(is_finished=True)
         self._lines.end_run()
         if self._step_s:
@@ -208,8 +208,8 @@ class RunRecord:
             against = f" (planned: {planned_s:.3g} s)" if planned_s else ""
             self._say(
                 f"hf_lohan: {len(self._step_s)} steps of {figures['step_s']:.3g} s{against}, "
-                f"{figures['tokens_per_s']:,.0f} tokens a second; more in {self._folder / FOLDER}, as one page by "
-                f"`lohan report {self._folder}`"
+                f"{figures['tokens_per_s']:,.0f} tokens a second; more figures are in {self._folder / FOLDER}; "
+                f"`lohan report {self._folder}` writes them as one HTML page"
             )
 
     def write_trace(self) -> None:
@@ -218,7 +218,7 @@ class RunRecord:
     # The files.
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures so far. Times are medians over steps. Bytes are counted from the opening of the store."""
+        """Return the figures so far. Times are medians over steps. Bytes are counted since the store was opened."""
         engine, tiers = self.engine, self.engine.tiers
         self._peak.sample()
         return {
@@ -284,7 +284,7 @@ class RunRecord:
         }
         self._write(SUMMARY_NAME, {**self.figures(), **facts, **self._prediction()})
         if self._plan is not None and self._plan.first is not None and self._plan.now is not None:
-            # The tokens of a chunk may be decided after the first plan.
+            # The number of tokens in a chunk may be chosen after the first plan.
             chunk_tokens = self._plan.first.plan.chunk_tokens or self._plan.chunk_tokens
             self._write(PLAN_NAME, replace(self._plan.first.plan, chunk_tokens=chunk_tokens).to_mapping())
             if self._plan.now is not self._plan.first:
@@ -311,28 +311,28 @@ class RunRecord:
             make_folders(folder)
         except OSError as error:
             raise write_failure(str(folder), len(text), error) from error
-        # The write is atomic, because a killed run is resumed with these files.
+        # The write is atomic, because a killed run resumes with these files.
         replace_durably(str(folder / name), text.encode())
 
 
 def _swapped_out_bytes() -> int:
-    """Return the bytes that the machine has written to its swap space since it started; 0 if it does not say."""
+    """Return the bytes that the machine has written to swap space since it started, or 0 if this is not known."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # psutil says so where /proc/vmstat is hidden
+        warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns if /proc/vmstat is hidden
         return int(psutil.swap_memory().sout)
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Raise `StorageError` before training if a folder has the name of a file that the run writes. The run replaces
-    files with these names."""
+    """Raise `StorageError` before training if a folder has the name of a file that the run writes. Files with these
+    names are replaced."""
     for name in (SETTINGS_NAME, SUMMARY_NAME, PLAN_NAME, CORRECTED_PLAN_NAME):
         file = folder / name
         if file.is_dir() and not file.is_symlink():
-            raise StorageError("this run writes a file and not a folder at", path=str(file), advice="move the folder")
+            raise StorageError("this run writes a file, but there is a folder at", path=str(file), advice="move it")
 
 
 class LoopRecord:
-    """Writes `<folder>/lohan/` for a training loop without a Trainer, whose number of steps is not known. A step begins
+    """Writes `<folder>/lohan/` for a training loop without a Trainer. The number of steps is not known. A step begins
     with a forward and ends with the optimizer's step."""
 
     def __init__(
@@ -349,7 +349,7 @@ class LoopRecord:
         optimizer.register_step_post_hook(self._after_step)
 
     def resume(self) -> None:
-        """Continue to count from the number of steps of the loaded parameters."""
+        """Continue counting from the step number of the loaded parameters."""
         self._num_steps = max(self.engine.step_counts.values())
 
     def _before_forward(self, _model: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
@@ -370,7 +370,7 @@ class LoopRecord:
             self._record.end_step(self._num_steps)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record the numbers that the loop logs for its last step. Ignores other values."""
+        """Record the numbers that the loop logs for its last step. Values that are not numbers are ignored."""
         if self._has_begun:
             self._record.log(self._num_steps, {name: value for name, value in values.items() if _is_number(value)})
 

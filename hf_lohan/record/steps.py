@@ -32,19 +32,19 @@ class _Counts:
     ssd_read_bytes: int
     ssd_write_bytes: int
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent to other ranks, by lane. Lanes with a codec also have the bytes without it. Empty for one rank."""
+    """Bytes sent to other ranks, by lane, and also the bytes before encoding by a codec. Empty for one rank."""
     waited_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which this rank waited for each other rank. Empty for one rank."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """The fields of `ExpertFigures`. Empty if experts are loaded with their layers."""
+    """The fields of `ExpertFigures`. Empty if experts are not streamed."""
 
 
 class StepLines:
     """Appends a line after each step. A later line for the same step replaces the earlier one.
 
     A step lasts from the end of the previous step to its own end, so it includes logging, saving and evaluating
-    (`between_s`). Updates that run during the next forward count for the next step. The last line's `after` has the
-    updates that remain when training ends. The first line's `before` has the bytes moved before the first step.
+    (`between_s`). Updates that run during the next forward count for the next step. `after` in the last line has the
+    updates that remain when training ends. `before` in the first line has the bytes moved before the first step.
     """
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None) -> None:
@@ -62,7 +62,7 @@ class StepLines:
         self._trace: Path | None = None
 
     def begin_run(self, folder: Path, step: int) -> None:
-        """Begin with the line after `step`."""
+        """Begin with the line of the step after `step`."""
         self._file, self._line, self._is_written = folder / STEPS_NAME, {}, True
         self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
         self._keep_lines_until(step)
@@ -114,7 +114,7 @@ class StepLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write the last step's line, unless it is written."""
+        """Write the line of the last step, unless it is already written."""
         if not self._is_written:
             self._append()
 
@@ -167,10 +167,10 @@ class StepLines:
             self._file = None
 
     def _keep_lines_until(self, step: int) -> None:
-        """Drop the lines of steps that this run repeats."""
+        """Drop lines after `step`, because this run repeats these steps."""
         assert self._file is not None
         try:
-            # Pipes and links are replaced, because reading a pipe would never end.
+            # Only a regular file is read, because reading a pipe would never end.
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
@@ -185,7 +185,7 @@ class StepLines:
 
 
 def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]:
-    """Return the peak bytes of a device that counts them, and the bytes that the plan expects, or an empty dict."""
+    """Return the peak of allocated bytes and the bytes that the plan expects, or {} if the device counts no bytes."""
     peak = engine.device.memory_peak()
     if peak is None:
         return {}
@@ -219,7 +219,7 @@ def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
 
 
 def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:
-    """Return the work since `before` by lane, without idle lanes."""
+    """Return a dict from lane to its work since `before`. Idle lanes are left out."""
     lanes = {lane: (totals, before.lanes[lane]) for lane, totals in now.lanes.items()}
     return {
         "busy_s": {lane: _rounded(n.busy_s - b.busy_s) for lane, (n, b) in lanes.items() if n.busy_s > b.busy_s},
@@ -262,7 +262,7 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, floa
             stream.write("\n]}\n")
         os.replace(fresh, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # an incomplete trace is useless, and the store may need the space
+        with contextlib.suppress(OSError):  # remove the incomplete trace, because the store may need the space
             fresh.unlink(missing_ok=True)
         logger.warning("cannot write the trace to %s: %s", path, error)
         return

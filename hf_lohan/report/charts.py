@@ -12,22 +12,22 @@ from hf_lohan.wording import BINARY_UNITS, format_bytes, percent, seconds
 
 BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN = "#4a86cf", "#df8a3c", "#4fa378", "#9a7bd0", "#3fa3ad", "#b3702f"
 _MAX_POINTS = 500
-"""Maximum number of points in a line. With more steps, each point is the median of several."""
+"""Maximum number of points in a line. With more steps, each point is the median of several steps."""
 _MAX_BARS = 7
-"""Maximum number of bars, which is the number of working lanes, so that adjacent charts have the same height."""
+"""Maximum number of bars. It is the number of working lanes, so that adjacent charts have the same height."""
 _TOO_SHORT = 0.005
-"""Length relative to the longest bar below which a bar is left out."""
+"""Bars shorter than this fraction of the longest bar are left out."""
 _FAR_ABOVE = 3.0
-"""Ratio to the data above which a limit is not drawn, because it would flatten the data."""
+"""A limit larger than this multiple of the data is not drawn, because it would flatten the data."""
 _HALF_HEIGHT = 310
 _SHADES = (1.0, 0.6, 0.35, 0.2)
-"""Opacity of a lane's kinds of tasks, the longest kind first."""
+"""Opacity of each kind of task in a lane. The kind with the longest time is first."""
 _MAX_KINDS = 3
 """Maximum number of kinds of tasks in the legend of a lane."""
 
 
 def step_time_chart(findings: Findings) -> str:
-    """Draw the time of each step, with plan and floor. Outliers are marked at the upper edge."""
+    """Draw the time of each step, and lines for the plan and the floor. Outliers are marked at the upper edge."""
     steps, times_s = findings.values("step_s")
     levels = [(findings.floor[1], "floor", GREEN)] if findings.floor else []
     levels += [(findings.predicted_s, "planned", ORANGE)] if findings.predicted_s else []
@@ -60,7 +60,7 @@ def lanes_chart(findings: Findings) -> str:
 
 
 def waits_chart(findings: Findings) -> str:
-    """Draw waits by cause, those of the computing thread first."""
+    """Draw waits by cause. Waits of the computing thread are first."""
     longest = sorted(findings.waits, key=lambda wait: -wait.seconds)[:_MAX_BARS]
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
@@ -77,7 +77,7 @@ Series: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
 
 
 def memory_chart(findings: Findings) -> str:
-    """Draw the process's memory, and below it the host pools and the device slots with their own scale."""
+    """Draw the process's memory. Below it, draw the host pools and the device slots with their own scale."""
     config, steps = findings.run.config, [step for step in findings.steps if "cpu_pool_bytes" in step]
     pools: list[float] = [sum(step["cpu_pool_bytes"].values()) for step in steps]
     process: Series = ("the whole process", BLUE, *findings.values("anon_rss_bytes"), None)
@@ -186,7 +186,7 @@ def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequ
 def _line(
     panel: Panel, steps: Sequence[int], values: Sequence[float], color: str, *, band: bool = False, dots: bool = False
 ) -> None:
-    """Draw values, or medians of groups of many values. ``band`` draws the range as well."""
+    """Draw values. Many values are drawn as medians of groups. ``band`` also draws the range of each group."""
     size = max(1, -(-len(steps) // _MAX_POINTS))
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     middles = [steps[min(len(steps) - 1, number * size + size // 2)] for number in range(len(groups))]

@@ -1,4 +1,4 @@
-"""Computes a report's figures from a run: means over its later steps, and the tasks of one typical step."""
+"""Computes the figures of a report: means over the later steps of a run, and the tasks of one typical step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_lohan.timeline import (
 )
 
 NUM_FIRST_STEPS = 5
-"""Number of first steps that the figures leave out, in which the run measures and plans."""
+"""The figures leave out this number of first steps, in which the run still measures and plans."""
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
 _RANK_LANES = ("control", "weights", "gradients", "tokens")
 _DAY_S = 86400.0
@@ -30,7 +30,7 @@ _DAY_S = 86400.0
 StepLine = Mapping[str, Any]
 _STEP = "step"
 _FINEST = 1 / 1500
-"""Fraction of the step below which a gap is not drawn."""
+"""Gaps shorter than this fraction of the step are not drawn."""
 
 Span = tuple[float, float]
 
@@ -111,13 +111,13 @@ class Findings:
 
     @property
     def corrected_s(self) -> float | None:
-        """Step time of the last plan, or None if it is the first."""
+        """Step time of the last plan. None if there was only one plan."""
         corrected = self.summary.get("corrected_step_s")
         return corrected if corrected != self.predicted_s else None
 
     @property
     def floor(self) -> tuple[str, float] | None:
-        """(resource, seconds) of the resource that needs the longest time for a step, by the planner's names."""
+        """(name, seconds) of the resource that needs the longest time for a step. The name is that of the planner."""
         floors: Mapping[str, float] = self.summary.get("floor_by_resource_s") or {}
         return max(floors.items(), key=lambda item: item[1]) if floors else None
 
@@ -142,7 +142,7 @@ class Findings:
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """Waits by lane, the longest first."""
+        """Waits, sorted by lane. In each lane the longest wait is first."""
         causes = {
             (lane, cause)
             for step in self.later
@@ -160,8 +160,8 @@ class Findings:
 
     @cached_property
     def waits_for_ranks(self) -> list[tuple[int, float]]:
-        """(rank, share) of each rank, the longest first: the fraction of a step in which other ranks waited for it, on
-        average over those ranks. Empty for a single rank."""
+        """(rank, fraction) for each rank: the fraction of a step in which another rank waited for it, averaged over the
+        other ranks. The largest fraction is first. Empty for a single rank."""
         first = self.later[0]["step"] if self.later else 0
         shares: dict[int, list[float]] = {}
         for steps in (self.later, *self.run.steps_of_others):
@@ -193,7 +193,7 @@ class Findings:
 
     @property
     def written_bytes_per_day(self) -> float | None:
-        """Bytes that would be written in a day at the rate of the later steps."""
+        """Bytes that the run would write in a day, at the rate of the later steps."""
         written = self.mean_of("ssd_write_bytes")
         return written / self._mean(lambda step: step["step_s"]) * _DAY_S if written is not None else None
 
@@ -225,14 +225,14 @@ class StepPicture:
     step: int
     step_s: float
     spans: dict[tuple[str, str], list[Span]]
-    """(begin, end) spans by (lane, task name). The name with the longest time is first in a lane. Overlapping and
-    adjacent spans are merged."""
+    """Maps (lane, task name) to (begin, end) spans. In each lane the name with the longest time is first. Overlapping
+    and adjacent spans are merged."""
     ssd_hidden_share: float | None
     """Fraction of the SSDs' busy time during which the device computed."""
 
 
 def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
-    """Return the step in the second half whose time is nearest to the median, or None without a complete step."""
+    """Return the step nearest to the median time in the second half of the trace, or None without a complete step."""
     steps = [task for task in trace if task.lane == _STEP]
     later = steps[len(steps) // 2 :]
     if not later:
@@ -278,7 +278,7 @@ def merged(spans: Iterable[Span], gap_s: float = 0.0) -> list[Span]:
 
 
 def overlap_s(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """Return the seconds in which both are busy. The spans of each are sorted and do not overlap."""
+    """Return the seconds in which spans of both sequences overlap. Each is sorted, and has no overlaps in itself."""
     total_s, index = 0.0, 0
     for begin, end in left:
         while index < len(right) and right[index][1] <= begin:

@@ -136,7 +136,7 @@ def _card(label: str, figure: str, beside: str) -> str:
 
 
 def _chart(heading: str, sentence: str, svg: str) -> str:
-    """Return a section with a chart that scrolls on narrow screens, so that its letters stay readable."""
+    """Return a section with a chart. The chart scrolls on narrow screens, so that its letters stay readable."""
     return f'<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p><div class="chart">{svg}</div></section>'
 
 

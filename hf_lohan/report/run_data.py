@@ -16,7 +16,7 @@ FOLDER = Path("lohan")
 SETTINGS_NAME = "config.json"
 """File with the resolved settings."""
 PATHS_OF_RANKS = "paths_of_ranks"
-"""Key of an entry of `ssd` in that file: the path of each rank, if they differ."""
+"""Key of an entry of `ssd` in `SETTINGS_NAME`: the path of each rank, if paths differ."""
 SUMMARY_NAME = "summary.json"
 """File with the model, hardware, plan and figures of the whole run."""
 PLAN_NAME, CORRECTED_PLAN_NAME = "plan.json", "plan_corrected.json"
@@ -29,7 +29,7 @@ REPORT_NAME = "report.html"
 PRIVATE_FOLDER = Path("_lohan")
 """Folder next to `lohan`. Pushes to the Hub leave out names that begin with an underscore."""
 STORE_FOLDER = PRIVATE_FOLDER / "store"
-"""The store's default folder."""
+"""Default folder of the store, relative to the output folder."""
 _MOST_FOLDERS = 1000
 """Maximum number of folders that are searched for a run."""
 
@@ -51,9 +51,9 @@ class RunData:
     summary: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
     trace: tuple[TracedTask, ...]
-    """Tasks of the trace. A step is a task with the lane "step" and its number as name."""
+    """Tasks of the trace. A step is a task of the lane "step", and its number is the task's name."""
     steps_of_others: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    """The steps of the run's other ranks. Empty for one rank, and in the folder of another rank than 0."""
+    """The steps of the run's other ranks. Empty for one rank, and if this is the folder of a rank other than 0."""
 
 
 def read_run(path: str | Path) -> RunData:
@@ -125,8 +125,8 @@ def _name_of(event: Mapping[str, Any]) -> str:
 
 
 def output_folder(given: str | Path, *names: str) -> Path | None:
-    """Return the output folder of a path, which is the path or the folder above `lohan`, `_lohan` or the store. Returns
-    None if it has no file of `names`."""
+    """Return the output folder for a path: the path itself, or the folder above `lohan`, `_lohan` or the store. Returns
+    None if this folder has no file of `names`."""
     folder = Path(os.path.abspath(given))
     for inside in (Path(), FOLDER, PRIVATE_FOLDER, STORE_FOLDER):
         if folder.parts[len(folder.parts) - len(inside.parts) :] == inside.parts:

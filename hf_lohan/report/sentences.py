@@ -11,12 +11,12 @@ from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, S
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
 
 _WAITS_THAT_MATTER = 0.02
-"""Fraction of the step below which a wait is not mentioned."""
+"""Waits shorter than this fraction of the step are not mentioned."""
 _MOSTLY_BUSY = 0.7
 _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
 _WAITS_MUCH_LONGER = 0.3
-"""Difference of the fractions of a step in which ranks wait for one rank and for the next, from which one is named."""
+"""A rank is named as slow if ranks wait for it during this fraction of a step longer than for any other rank."""
 
 
 def bound_by(findings: Findings) -> str | None:
@@ -59,7 +59,7 @@ def on_step_time(findings: Findings) -> str:
 
 
 def _on_busy_cpus(findings: Findings) -> str:
-    """Write a note on a busy machine, and on a floor above the measured step, as rates may come from the cache."""
+    """Write a note if the machine was busy, or if the floor is above the measured step because cached rates are low."""
     load, num_cpus = findings.summary.get("cpu_load"), findings.summary.get("num_cpus")
     is_busy = load and num_cpus and load > num_cpus
     busy = f" The machine was busy when training began: a load of {load:.1f} on {num_cpus} CPUs." if is_busy else ""
@@ -172,7 +172,7 @@ def on_bytes(findings: Findings) -> str:
 
 
 def _coded(findings: Findings) -> str:
-    """Write the size and error of coded data that was sent."""
+    """Write how much smaller encoded data was, and its error."""
     words = [
         f"{name.replace('_within', ' within the node')} "
         f"in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 FULL_WIDTH, HALF_WIDTH = 1030, 500
-"""Widths of charts in pixels. Letters have the same size in wide and narrow charts."""
+"""Widths of charts in pixels. Text has the same size in wide and narrow charts."""
 _LETTER_WIDTH = 6.4
 """Approximate width in pixels of a letter in the page's 12-pixel font, to place legends."""
 
@@ -29,7 +29,7 @@ class Panel:
         self.parts: list[str] = []
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return a point in pixels. A `y` beyond the axis is moved to its end."""
+        """Return a point in pixels. `y` is clipped to the range of the axis."""
         (x_low, x_high), (y_low, y_high) = self._x, self._y
         height = min(1.0, max(0.0, (y - y_low) / ((y_high - y_low) or 1.0)))
         across = (x - x_low) / ((x_high - x_low) or 1.0)
@@ -41,7 +41,7 @@ class Panel:
         self.parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" {look}>{escape(words)}</text>')
 
     def x_axis(self, label: str, *, whole: bool = False, marks: Sequence[tuple[float, str]] = ()) -> None:
-        """Add grid, figures and label. `marks` are (value, text) pairs in place of round figures."""
+        """Add grid, figures and label. `marks` are (value, text) pairs that replace the round figures."""
         low, high = self._x
         for tick, words in marks or [(tick, f"{tick:,.12g}") for tick in ticks(low, high, 8, whole=whole)]:
             at, _ = self.place(tick, 0.0)
@@ -59,7 +59,7 @@ class Panel:
         self.text(self.left - 6, self.top - 13, label, anchor="end" if len(label) < 7 else "middle")
 
     def rows(self, labels: Sequence[str], row_height: float) -> list[float]:
-        """Add labels at the left, one below the other, and return the heights of their middles in pixels."""
+        """Add labels at the left, one below the other. Return the y coordinates of their middles in pixels."""
         middles = [self.top + row_height * (row + 0.5) for row in range(len(labels))]
         for label, middle in zip(labels, middles, strict=True):
             self.text(self.left - 6, middle, label, anchor="end", css="strong")
@@ -83,7 +83,7 @@ class Panel:
         self.parts.append(f'<line {place} stroke="{color}" stroke-width="1.4" stroke-dasharray="6 4"/>')
 
     def bar(self, begin: float, end: float, middle: float, height: float, color: str, *, opacity: float = 1.0) -> None:
-        """Add a bar from `begin` to `end` on the x axis, at a height in pixels."""
+        """Add a bar from `begin` to `end` on the x axis. `middle` and `height` are in pixels."""
         (left, _), (right, _) = self.place(begin, 0.0), self.place(end, 0.0)
         size = f'width="{max(0.2, right - left):.1f}" height="{height:.1f}"'
         place = f'x="{left:.1f}" y="{middle - height / 2:.1f}"'
@@ -102,7 +102,7 @@ class Panel:
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return about `most` or fewer round figures from `low` to `high`."""
+    """Return at most about `most` round figures from `low` to `high`."""
     if not high > low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / most))

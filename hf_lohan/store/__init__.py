@@ -2,9 +2,9 @@
 
 A `StoreLayout` has the offset of each record, striped over the SSD paths. A `Store` adds preallocated files, a manifest
 and a lock, and reads and writes tensors by (block, kind). A write is a draft until the next commit. Each read is
-verified against the checksum of the write. The unit of checksums is called a granule. A record has two copies, called
-homes: one is committed, and one is for the next commit. This room knows no models, steps or devices. Callers provide
-the memory.
+verified against the checksum of the write. The unit of checksums is called a granule. A record has two versions in
+files, called homes: one is committed, and one is for the next commit. This package does not depend on models, steps or
+devices. Callers provide the memory.
 """
 
 from hf_lohan.store.commits import Commit

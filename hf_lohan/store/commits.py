@@ -33,7 +33,7 @@ MODEL_NAMES = ("model-0", "model-1")
 _JOURNAL = "journal/"
 _ARRAYS = ("home", "checksum", "ties", "journal")
 _ROUNDING = "rounding"
-"""In the head of a commit with tie codes. An older version of this library does not know it and refuses the commit."""
+"""Key in the head of a commit with tie codes. Older versions of this library do not know it and refuse the commit."""
 _MAX_BYTES = 1 << 30
 """Upper bound for the size of a commit file. It has 9 bytes for each granule of at least 32 KiB, 2 for each run of
 residuals, and small files."""
@@ -229,7 +229,7 @@ class CommitSequence:
         """Whether all ranks have the last commit, so that no rank returns to the commit before it."""
         self._is_read_only = False
         self._group_id: str | None = None
-        """Replaces that of the agreement, if this store continues other stores."""
+        """Replaces the group id of the agreement if this store continues other stores."""
 
     def set_agreement(self, agreement: Agreement) -> None:
         """Commit together with other ranks from now on. The previous commit then stays until all ranks have the new
@@ -238,7 +238,7 @@ class CommitSequence:
         self._group_id = None
 
     def count_from(self, number: int, group_id: str | None = None) -> None:
-        """Give the first commit this number, and the group of ranks ``group_id`` if it is given."""
+        """Give the first commit this number. ``group_id`` replaces the group id of the agreement."""
         assert self.last is None and number > 0, "a commit already exists"
         self._none = replace(self._none, number=number - 1)
         self._group_id = group_id
@@ -279,9 +279,9 @@ class CommitSequence:
         """Prepare the disk for a write of records. ``tears``: the write changes committed bytes, so the commit is
         marked torn.
 
-        A failed commit may be on disk nevertheless, and a power cut may leave it or the last commit. So the last commit
-        is written again first. The write may overwrite bytes of the commit before the last one, so this waits until all
-        ranks have the last one. Raises `CapacityError` or `StorageError`.
+        A commit that failed may be on disk nevertheless, and a power cut may leave it or the last commit. So the last
+        commit is written again first. The write of records may overwrite the commit before the last one, so this method
+        first waits until all ranks have the last commit. Raises `CapacityError` or `StorageError`.
         """
         assert not self._is_read_only, "a store that views an older commit is read-only"
         self._wait_for_all()
@@ -338,7 +338,7 @@ class CommitSequence:
             layout_id=last.layout_id,
         )
         if model_files is not None:
-            self.before_write(False)  # the commit on disk must name the other folder
+            self.before_write(False)  # the commit on disk must not name the folder that is written
             commit = self._with_model_files(commit, model_files)
         keeps_previous = self._agreement.keeps_previous
         with self._lock:

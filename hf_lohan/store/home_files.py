@@ -31,7 +31,7 @@ class HomeFiles:
         Raises `CapacityError` or `StorageError`, and then leaves no file.
         """
         paths = [os.path.join(directory, name) for directory in directories]
-        # Remove all old files first, because they may share a file system and need each other's space.
+        # Remove all old files first, because a new file may need the space of an old file of another path.
         _unlink(paths)
         files: list[DataFile] = []
         try:
@@ -114,8 +114,8 @@ class HomeFiles:
 
 @contextmanager
 def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
-    """In this context, raise a full disk as `CapacityError`. The free space was checked earlier, but other programs
-    may have used it since."""
+    """Raise `CapacityError` for a full disk in this context. The free space was checked earlier, but other programs may
+    have used it since."""
     before = no_room(path, needed_bytes)
     try:
         yield

@@ -112,10 +112,10 @@ class RecordSpec:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Records one after the other, which are striped over the paths. The records form one run of bytes, which is cut
-    into rows of ``stripe_bytes``. Each path stores its share of each row, in whole sectors and in proportion to its
-    capacity. The last row may be shorter, and is divided in the same proportion, so the files have no padding. A path
-    gets at most one sector per row more than its exact share."""
+    """Records that are striped over the paths. The records form one run of bytes, which is cut into rows of
+    ``stripe_bytes``. Each path stores its share of each row, in whole sectors and in proportion to its capacity. The
+    last row may be shorter, and is divided in the same proportion, so the files have no padding. A path gets at most
+    one sector per row more than its exact share."""
 
     records: tuple[RecordSpec, ...]
     paths: tuple[StorePath, ...]

@@ -42,7 +42,7 @@ class ModelIdentity:
     """How frozen weights are packed. For messages, like the dtype."""
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types. A store without packed weights does not name them, as in older versions."""
+        """Return the fields in JSON types. `quantize` is left out if it is "none", as in older versions."""
         fields = asdict(self)
         return fields if self.quantize != "none" else {key: fields[key] for key in fields if key != "quantize"}
 
@@ -146,8 +146,8 @@ class Manifest:
             if is_alike and model.quantize != self.model.quantize:
                 raise ForeignStoreError(
                     f"{directory} holds a store with quantize: {self.model.quantize}, this run has {model.quantize}; "
-                    "set it to that (or leave it out, if the checkpoint has that form) to go on from there, choose "
-                    "another directory, or delete this one if its state is no longer needed"
+                    "set it as in the store (or leave it out if the checkpoint has that form) to continue from there, "
+                    "choose another directory, or delete the store if its state is no longer needed"
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(

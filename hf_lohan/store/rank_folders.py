@@ -13,15 +13,15 @@ from hf_lohan.store.store_folders import names_in
 
 
 def rank_folder(directory: str, rank: int | Literal["*"], num_ranks: int, generation: int = 0) -> str:
-    """Return the folder of a rank's store under the directory of all ranks. Each reshard begins a generation. In
-    generation 0, which none has made, a single rank uses the directory itself."""
+    """Return the folder of a rank's store under the directory of all ranks. Each reshard begins a new generation. In
+    generation 0, before any reshard, a single rank uses the directory itself."""
     if generation:
         return os.path.join(directory, f"rank-{rank}-of-{num_ranks}.g{generation}")
     return directory if num_ranks == 1 else os.path.join(directory, f"rank-{rank}-of-{num_ranks}")
 
 
 def shared_directory(directory: str) -> str:
-    """Return the directory of all ranks, by this directory or by one rank's folder in it."""
+    """Return the directory of all ranks. ``directory`` is that directory or one rank's folder in it."""
     match = RANK_FOLDER.fullmatch(os.path.basename(directory))
     return os.path.dirname(directory) if match and (match[3] or match[2] != "1") else directory
 

@@ -45,8 +45,9 @@ class RecordFiles:
 
     Tensors are contiguous, on the CPU, and of their record's dtype. `read` and `write` take whole granules (or up to
     the record's end) at sector-aligned addresses, and after `use_device` also memory of the device. The ``_unaligned``
-    methods take any range, and use a bounce buffer. This is an aligned uint8 tensor of at least one granule that nobody
-    else uses meanwhile. Two requests on the same granule must not be in progress together if one of them writes.
+    methods take any range, and use a bounce buffer. A bounce buffer is an aligned uint8 tensor of at least one granule.
+    Nothing else may use it meanwhile. Two requests on the same granule must not be in progress together if one of them
+    writes.
 
     A record may have a copy in RAM (`RamHome`), which is read instead of the drive. Writes go to both. While
     `ram.keeps_new` is set, they go only to RAM until `write_back`.
@@ -90,7 +91,7 @@ class RecordFiles:
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
     def use_device(self, hasher: DeviceHasher | None) -> None:
-        """Read and write device memory too. ``hasher`` computes its checksums on the device. None changes nothing."""
+        """Read and write device memory too. ``hasher`` computes checksums on the device. With None nothing changes."""
         self._hasher = hasher
 
     def reads_to_device(self, block: str, kind: str) -> bool:
@@ -173,9 +174,8 @@ class RecordFiles:
     ) -> IoRequest:
         """Start to write ``source`` [numel] to the record's elements from ``start_numel`` on.
 
-        ``checksums`` are those of ``source``, which are computed if None. They are needed for device memory, whose
-        content is there. If the request fails, these elements must be
-        written again or dropped before a commit.
+        ``checksums`` has the checksums of ``source``. With None they are computed. Device memory needs them. If the
+        request fails, these elements must be written again or dropped before a commit.
         """
         offset = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
@@ -225,7 +225,7 @@ class RecordFiles:
             # Writing the same bytes again (such as reloaded frozen weights) does not tear the commit.
             tears = self.versions.tears(block, kind, granules.first, checksums)
         if tears and not may_tear:
-            raise ForeignStoreError(f"{kind} of {block} differs from the last commit, which has its only version")
+            raise ForeignStoreError(f"{kind} of {block} differs from the last commit, which is its only version")
         self._before_write(tears)
         if tears:
             self.versions.mark_torn()
@@ -298,13 +298,13 @@ class RecordFiles:
         return extents
 
     def tie_codes(self, block: str, start_numel: int, numel: int) -> Tensor:
-        """Return the tie codes (int16) of these elements of the residuals of a block's masters. ``start_numel`` is the
-        first of a run."""
+        """Return the tie codes (int16) of ``numel`` elements of the residuals of a block's masters. ``start_numel``
+        begins a run."""
         first, stop = self._runs_of(block, start_numel, numel)
         return torch.from_numpy(self.versions.tie_codes(block, first, stop))
 
     def set_tie_codes(self, block: str, start_numel: int, numel: int, codes: Tensor) -> None:
-        """Replace the tie codes of these elements, which are written next, and begin at a run."""
+        """Replace the tie codes of elements that are written next. ``start_numel`` begins a run."""
         first, stop = self._runs_of(block, start_numel, numel)
         assert len(codes) == stop - first, f"{len(codes)} tie codes for {stop - first} runs"
         self.versions.set_tie_codes(block, first, codes.numpy())
@@ -318,7 +318,7 @@ class RecordFiles:
         }
 
     def take_tie_codes(self, shards: Iterable[Mapping[str, tuple[int, TieCodes]]]) -> None:
-        """Take the tie codes of this store's residuals from the `all_tie_codes` of ``shards`` with all elements."""
+        """Set the tie codes of this store's residuals. ``shards`` has `all_tie_codes` of stores with all elements."""
         own = {record.block: record for record in self.records if record.kind == "master_residual"}
         for shard in shards:
             for block in own.keys() & shard.keys():
@@ -354,15 +354,15 @@ class RecordFiles:
     def sync(self) -> None:
         """Wait until every write that has started is on the drive.
 
-        Raises `CapacityError` or `StorageError`, even if a request in progress fails. A request that failed earlier has
-        raised its error to its waiter.
+        Raises `CapacityError` or `StorageError`, also if a request in progress fails. The error of an earlier request
+        is raised only in the thread that waits for it.
         """
         self._requests.wait()
         for home in self._homes:
             home.sync()
 
     def wait_until_idle(self) -> None:
-        """Wait until no request is in progress. Each request raises its error only to its waiter."""
+        """Wait until no request is in progress. Errors are raised only in the threads that wait for the requests."""
         self._requests.wait_ignoring_errors()
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ class RecordFiles:
     def _hashes_of(self, content: Tensor, granule_bytes: int) -> Checksums:
         if self._hasher is None or not self._hasher.covers(content):
             return self._hash_granules(content, granule_bytes)
-        # The lane knows the content, because the host has waited for its read.
+        # The lane needs no event, because the host has waited for the read of the content.
         hashes = self._hasher.hashes(content, granule_bytes, Lane.D2H_ASIDE)
         found: Checksums = hashes.numpy().view(np.uint64)
         return found

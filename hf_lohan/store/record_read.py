@@ -10,12 +10,12 @@ from hf_lohan.files import IoRequest
 from hf_lohan.store.layout import granules_of
 
 VerifyGranules = Callable[[int, int], None]
-"""Raises `CorruptionError` if one of the granules [first, stop) of the read differs from what was written."""
+"""Raises `CorruptionError` if one of the granules [first, stop) of the read differs from the written bytes."""
 
 
 class RecordRead:
     """One read of ``numel`` elements. An element must be verified before it is used. `wait` waits for all elements and
-    verifies them. A caller that uses them part by part calls `wait_for_bytes` once, and `verify` before each part,
+    verifies them. A caller that uses elements part by part calls `wait_for_bytes` once, and `verify` before each part,
     because hashing is cheapest just before the bytes are used. Several threads may verify parts."""
 
     def __init__(

@@ -32,8 +32,8 @@ def allocate_copies(
 
 
 class ResidentCopy:
-    """A record's copy in RAM. It holds a granule if it has the granule's newest bytes. These may be on the drive, in a
-    write, or due for the next commit.
+    """A record's copy in RAM. It holds a granule if it has the granule's newest bytes. These may be on the drive, being
+    written, or due for the next commit.
 
     `Versions` knows which granules exist only in RAM. All others may be forgotten at any time. `drop_drafts` forgets
     all bytes that were written after the last commit, and the next read fetches and verifies the committed bytes.
@@ -122,7 +122,7 @@ class ResidentCopy:
 
     def filler(self, start: int, out: Tensor) -> Callable[[int, int], None]:
         """Return a function that copies granules [first, stop) of ``out`` after they are read and verified. It leaves
-        out granules that have changed after the call of `filler`, which must come before the read begins."""
+        out granules that have changed since `filler` was called. Call `filler` before the read begins."""
         part = self._granules(start, out)
         with self._lock:
             before = self._num_changes[part].copy()
@@ -143,7 +143,7 @@ class ResidentCopy:
             self._is_draft[:] = False
 
     def drop_drafts(self) -> None:
-        """The store has returned to its last commit; no request is in progress."""
+        """Forget all bytes that were written after the last commit. No request may be in progress."""
         with self._lock:
             self._is_held &= ~self._is_draft
             self._is_draft[:] = False
@@ -151,7 +151,7 @@ class ResidentCopy:
             self._writes.clear()
 
     def clear(self) -> None:
-        """The store's records have been replaced by uncommitted ones."""
+        """Forget all bytes, because the store's records were cleared. New bytes are drafts."""
         with self._lock:
             self._is_held[:] = False
             self._is_draft[:] = True

@@ -247,7 +247,7 @@ class Store(RecordFiles):
 
     def count_commits_from(self, number: int, group_id: str | None = None) -> None:
         """Give the first commit the number ``number`` instead of 1, to continue the count of other stores. With
-        ``group_id`` the commits get this group of ranks instead of that of the agreement."""
+        ``group_id`` the commits get this group id instead of the agreement's."""
         self._commits.count_from(number, group_id)
 
     def restore_commit(self, commit: Commit | None) -> None:
@@ -325,10 +325,10 @@ class Store(RecordFiles):
         """Make all writes durable, and make them the committed state.
 
         ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
-        appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace those of the last commit,
-        unless they are None. ``rounds_half_up``: bfloat16 weights are copied from a commit without tie codes. No write
-        may be in progress. Raises `CapacityError` or `StorageError`. The last commit then stays, and `commit` may be
-        called again unless the drive lost written data.
+        appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace the model files of the
+        last commit, unless they are None. ``rounds_half_up``: bfloat16 weights are copied from a commit without tie
+        codes. No write may be in progress. Raises `CapacityError` or `StorageError`. The last commit then stays, and
+        `commit` may be called again unless the drive lost written data.
         """
         self.write_back()
         home, checksum, ties = self.draft()
@@ -378,7 +378,7 @@ class Store(RecordFiles):
         return None
 
     def verify_files(self) -> list[StorageError]:
-        """Return the errors of the last commit's other files, which are its log and its model files."""
+        """Return the errors in the log and the model files of the last commit."""
         errors: list[StorageError] = []
         for read in (lambda: self.log, lambda: self.model_folder):
             try:

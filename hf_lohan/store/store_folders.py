@@ -121,8 +121,7 @@ def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None
 
 
 def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> None:
-    """Raise `CapacityError` if the files of ``layouts`` exceed the capacity of a path. The error names every such
-    path."""
+    """Raise `CapacityError` if the files of ``layouts`` exceed the capacities of paths. The error names these paths."""
     shortfalls = [
         Shortfall(path.path, needed, path.capacity_bytes, "capacity")
         for path, needed in zip(paths, _sum_over_files(layouts), strict=True)
@@ -133,8 +132,8 @@ def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> N
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:
-    """Do as `check_sizes`, and also raise `CapacityError` if a file system has no space for the files in place of the
-    files ``names``."""
+    """Do as `check_sizes`, and also raise `CapacityError` if a file system lacks space for the files. The space of the
+    files ``names`` counts as free."""
     check_sizes(paths, layouts)
     check_free_space(paths, _sum_over_files(layouts), names)
 

@@ -1,5 +1,5 @@
-"""The version of every granule, which is its home and its checksum, and the tie codes of the residuals of masters, each
-committed and after the current step."""
+"""The version of every granule, and the tie codes of the residuals of masters. A version is a home and a checksum. Both
+have a committed value, and a live value after the current step."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class HomeRun(NamedTuple):
 
 class Versions:
     """Home and checksum of every granule of the records, committed and live. A write goes to the home that is not
-    committed, and becomes live. `commit` makes all live granules committed, and `drop_drafts` returns to the committed
-    ones. With one home, and for elements with only one (`RecordSpec.versioned_numel`), writes go in place. After they
-    change committed bytes (`mark_torn`), the commit cannot be restored."""
+    committed, and becomes live. `commit` makes all live versions the committed ones, and `drop_drafts` returns to the
+    committed versions. Elements with one home (`RecordSpec.versioned_numel`) are written in place. After they change
+    committed bytes (`mark_torn`), the commit cannot be restored."""
 
     def __init__(self, records: Sequence[RecordSpec], *, num_homes: int) -> None:
         """Raise ValueError if only a part of a granule would have a second home."""
@@ -129,8 +129,8 @@ class Versions:
         self.is_torn = True
 
     def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
-        """Return the homes to which to write granules [first, stop) of a record. A second home keeps committed bytes
-        from being overwritten. The granules are in flux until `end_write`."""
+        """Return the homes to which to write granules [first, stop) of a record. If there is a second home, committed
+        bytes are not overwritten. The granules are in flux until `end_write`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
@@ -166,7 +166,7 @@ class Versions:
         progress.
 
         Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other,
-        and an intermediate content must not overwrite the only copy.
+        so a granule with only some new parameters must not overwrite the only version.
         """
         with self._lock:
             stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
@@ -204,8 +204,8 @@ class Versions:
             return self._live_home.copy(), self._live_checksum.copy(), self._live_ties.copy()
 
     def commit(self, home: Homes, checksum: Checksums, ties: TieCodes | None) -> None:
-        """Make the result of `draft` the committed versions. Without ``ties`` no run has any. No write may have begun
-        after `draft`."""
+        """Make the result of `draft` the committed versions. If ``ties`` is None, no run has ties. No write may have
+        begun after `draft`."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
             self._committed_ties = np.full_like(self._live_ties, _NO_TIES) if ties is None else ties

@@ -142,7 +142,7 @@ class FaultyBackend(CountingBackend):
 
 
 class ShortBackend(CountingBackend):
-    """Moves at most ``max_bytes`` per call, as the kernel may. 0 looks like the end of the file."""
+    """Moves at most ``max_bytes`` per call, as the kernel may. With 0, a call returns 0 as at the end of the file."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()

@@ -35,10 +35,10 @@ class Fault:
 
     rank: int
     what: Literal["die", "hang"]
-    """With `die` the rank takes part in nothing any more, and tells nobody. With `hang` it does nothing any more."""
+    """With `die` the rank ends without a message to others. With `hang` it stops, but its connections stay open."""
     at_operation: int
     lane: str | None = None
-    """If set, only operations of lanes whose names begin so count."""
+    """If set, only operations of lanes whose names begin with this text count."""
 
 
 class DiedError(RankFailedError):
@@ -165,7 +165,7 @@ class _Fate:
 
     def __init__(self, world: _World, rank: int, delays_seed: int | None, faults: list[Fault]) -> None:
         self.exit, self._lives = os.pipe()
-        """A descriptor that becomes readable when the rank dies, and one that is closed then."""
+        """A descriptor that becomes readable when the rank dies, and the other end of its pipe."""
         self.watch: Watch | None = None
         self._world = world
         self._rank = rank
@@ -178,7 +178,7 @@ class _Fate:
     def interfere(self, lane: str) -> None:
         """Called before each operation of a lane."""
         if self._delays is not None and self._delays.random() < 0.4:
-            # Often 0 and sometimes long, because equal delays would keep the order.
+            # Delays are often short and sometimes long, because equal delays would keep the order.
             time.sleep(LONGEST_DELAY_S * self._delays.random() ** 3)
         with self._lock:
             for fault in self._faults:

@@ -65,8 +65,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return all memory that was freed, once. Call this after work of another kind than the next, such as
-    loading: what it freed lies between what it kept, and later allocations do not fit there."""
+    """Have glibc return all freed memory once. Call this after work that differs from the next work, such as loading.
+    Its freed memory lies between memory that is in use, and later allocations do not fit there."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -78,9 +78,9 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """Restore the number of kernel threads of later threads after the context, because a thread that sets its own
-    number also sets theirs. The lock keeps concurrent callers from saving each other's temporary number, which would
-    change the order of sums. The number of the calling thread may be another one."""
+    """Restore the number of kernel threads for later threads after the context, because a thread that sets its own
+    number also sets the number of later threads. The lock keeps concurrent callers from saving each other's temporary
+    number, which would change the order of sums. The calling thread may have another number."""
     with _starting:
         num_threads = _in_new_thread(torch.get_num_threads)
         try:

@@ -19,8 +19,8 @@ _Tasks = queue.SimpleQueue[_Task | None]
 
 class TaskThreads:
     """An executor without futures, because a future costs more time than the Python code of a transfer of 1 MB. Tasks
-    start in order of submission, and must not raise. The threads end with this object at the latest. In a forked
-    process it does nothing."""
+    start in order of submission, and must not raise. The threads end when this object is deleted, if not before. In a
+    forked process `close` does nothing."""
 
     def __init__(self, num_threads: int, name: str, *, begin: _Task = lambda: None) -> None:
         """Each thread calls ``begin`` before its first task."""
@@ -68,7 +68,7 @@ def _run(tasks: _Tasks, begin: _Task) -> None:
 
 class KernelThreads:
     """Threads that run torch's CPU kernels independently. Each thread runs a sequence of kernels on its part, so
-    threads do not wait for each other after each kernel. They end with this object at the latest."""
+    threads do not wait for each other after each kernel. They end when this object is deleted, if not before."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads

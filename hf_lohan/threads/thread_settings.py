@@ -36,7 +36,7 @@ class ThreadSettings:
     def applied(self, *others: contextlib.AbstractContextManager[object]) -> Iterator[None]:
         """Apply these settings to the calling thread in this context, and enter ``others`` too."""
         with contextlib.ExitStack() as stack:
-            # A new thread has the number that any thread set last, perhaps for a moment, and sums depend on it.
+            # A new thread has the number that any thread set last, perhaps temporarily. Sums depend on this number.
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
             for other in others:

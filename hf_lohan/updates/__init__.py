@@ -3,7 +3,7 @@
 The files, in the order in which a gradient passes through them:
 
 - `arrival`: a gradient goes to the host.
-- `row_gradients`: of a table of embeddings only rows go.
+- `row_gradients`: of an embedding table only the rows with a gradient go to the host.
 - `pipeline`: the interface for the computing thread.
 - `worker`: on its own thread, gradients wait for the norm or are applied, one chunk after another.
 - `gradient_reduction`: with several ranks, a chunk's gradient is averaged first.
@@ -15,7 +15,7 @@ The files, in the order in which a gradient passes through them:
 - `missed_steps`: steps with a gradient of zeros that are taken later.
 - `setup`: the parts from which the others are built.
 
-The room knows no model and no slots.
+This package depends on neither the modules of a model nor the slots of its weights.
 """
 
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals

@@ -1,4 +1,4 @@
-"""Copies each gradient from autograd to the host as soon as it is complete, or to memory where devices add it."""
+"""Copies each complete gradient from autograd to the host, or to device memory in which devices sum gradients."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class GradientArrivals:
         coded: MeasuredCodec | None = None,
         to_devices: BufferPool | None = None,
     ) -> None:
-        """`keeps_dtypes`: see `UpdateSetup.keeps_gradient_dtypes`. `coded`: the codec of gradients that all ranks have,
-        on their way to the host. ``to_devices``: buffers in device memory for gradients that devices add. Without it
-        all are added on the host."""
+        """`keeps_dtypes`: see `UpdateSetup.keeps_gradient_dtypes`. `coded`: the codec for copies to the host of
+        gradients that all ranks have. ``to_devices``: buffers in device memory in which devices sum gradients. Without
+        it all are summed on the host."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
@@ -60,17 +60,17 @@ class GradientArrivals:
         self._coded = coded
         self._to_devices = to_devices
         self._goes_to_devices = False
-        """Whether devices add the gradients of this backward. All ranks decide alike."""
+        """Whether devices sum the gradients of this backward. All ranks decide alike."""
         self._payload: Tensor | None = None
-        """Device memory for the payload of one piece. Work of the D2H lane alone uses it."""
+        """Device memory for the payload of one piece. Only work of the D2H lane uses it."""
         self._context = BackwardContext()
         self._open: dict[Chunk, ArrivedChunk] = {}
         self._order: dict[Chunk, int] = {}
-        """Chunks in the order in which gradients of the step came."""
+        """Position of each chunk in the order in which gradients of the step came."""
         self._submitted: set[Chunk] = set()
-        """Chunks of the backward, and those that it does not reach and that were published."""
+        """Chunks that were submitted in the backward, and chunks that it does not reach but that were published."""
         self._held_back: deque[Chunk] = deque()
-        """Chunks that the step's last backward does not reach, in their order, with gradients of earlier backwards."""
+        """Chunks with gradients of earlier backwards that the step's last backward does not reach, in `_order`."""
         self._pieces: dict[ParamSlice, list[ChunkPiece]] = {}
         for chunk in chunks:
             for piece in chunk.pieces:
@@ -88,9 +88,9 @@ class GradientArrivals:
             self._order.clear()
 
     def exclude(self, blocks: Collection[Block]) -> None:
-        """Note that the backward, which is the step's last, reaches none of these blocks. Ranks publish gradients in
-        the order of their backwards, so that none waits in a buffer for one that another rank publishes later. So
-        gradients of earlier backwards, to which this one adds nothing, are published in their turn."""
+        """Note that the backward, if it is the step's last, reaches none of these blocks. Ranks publish gradients in
+        the order of their backwards, so that no gradient waits in a buffer for one that another rank publishes much
+        later. Gradients of earlier backwards to which this one adds nothing are published in this order too."""
         if blocks and self._context.is_final:
             self._held_back.extend(sorted(self._pipeline.exclude(blocks), key=self._order.__getitem__))
 
@@ -112,7 +112,7 @@ class GradientArrivals:
 
     def send_gradient(self, param_slice: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
         """Move a slice's gradient to the host. `gradient` belongs to the whole parameter, or only to the slice. It is
-        sparse if only rows of it are on the device. ``has_more``: the backward in progress will add to it."""
+        sparse if only rows of the table are on the device. ``has_more``: the backward in progress will add to it."""
         rows = RowGradient(gradient) if gradient.is_sparse else None
         if rows is not None and self._pieces[param_slice][0].chunk.block.size_class is not SizeClass.ROWS:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
@@ -121,7 +121,7 @@ class GradientArrivals:
             flat = flat[param_slice.first : param_slice.last]
         self._pipeline.measure_gradient(param_slice, flat if rows is None else rows.to_measure())
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
-        for piece in self._pieces.get(param_slice, ()):  # none without elements
+        for piece in self._pieces.get(param_slice, ()):  # a slice without elements has no pieces
             # Copy one piece after the other, because a parameter may have more chunks than the pool has buffers.
             arrived = self._copy_piece(piece, flat, rows)
             if len(arrived.pieces) == len(arrived.chunk.pieces):

@@ -2,7 +2,7 @@
 records.
 
 A chunk is divided into one part per thread. Each thread verifies, updates and hashes its part. Smaller parts that fit a
-core's cache would make hashing cheaper, but their calls cost more than that saves.
+core's cache would make hashing cheaper, but the additional calls would cost more.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ChunkUpdater:
         buffers: list[Buffer] | None,
     ) -> ChunkUpdate:
         """Issue the reads. `reads` bring back a spilled gradient. Weights come from the `borrowed` slot if it is set,
-        unless missed steps were applied to them when they were loaded. Without `buffers`, wait for some."""
+        unless missed steps were applied to them when they were loaded. Without `buffers`, this waits for buffers."""
         chunk = gradient.chunk
         if self._missed.is_behind(chunk):
             give_back(borrowed)
@@ -208,7 +208,7 @@ def update_in_parts(
     missed: Steps = (),
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place with its ``gradient`` [numel], scaled by ``clip_coefficient`` as
-    `update_records_` does. None is a gradient of zeros. ``reads`` filled the records. They have arrived, and are
+    `update_records_` does. None is a gradient of zeros. The ``reads`` that filled the records have arrived, and are
     verified here. Returns checksums of the records' granules by kind, except for ``unhashed`` kinds.
 
     ``position``: the chunk's offset in its block's records. ``private``: `MasterFormat.num_private_buffers` uint8

@@ -35,9 +35,9 @@ Apply = Callable[[ChunkGradient], object]
 
 
 class GradientReduction:
-    """Averages gradients over all ranks. Chunks come in any order. A chunk's gradient goes to its owner unchanged, and
-    its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the sums of the
-    same backwards in one process to the bit if the number of ranks is a power of two."""
+    """Averages gradients over all ranks. Chunks come in any order. A gradient goes unchanged to the owner of its chunk,
+    and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the sums of
+    the same backwards in one process to the bit if the number of ranks is a power of two."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class GradientReduction:
         self.excluded: set[Chunk] = set()
         """Chunks for which this rank has no gradient in this step."""
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
-        """Chunks of this rank whose averaged gradients have not arrived. The lock guards this and what follows."""
+        """Chunks of this rank whose averages have not arrived. The lock guards this and the attributes below."""
         self._lock = threading.Lock()
         self._places: dict[tuple[int, int], Buffer] = {}
-        """Buffers to which averages are written, by step and key. This holds them, too, until they are applied."""
+        """Buffers to which averages are written, by step and key. They are retained until `_apply_mean` is called."""
         self._dropped_steps: set[int] = set()
-        """Steps that were dropped, by the exchange's count."""
+        """Numbers of the dropped steps, as the exchange counts steps."""
         self._ended: int | None = None
-        """The step in progress, by the exchange's count, if nothing more is published in it; otherwise None."""
+        """Number of the step in progress, as the exchange counts steps, after its last gradient; None before."""
         self._is_complete = False
 
     def start(
@@ -82,7 +82,7 @@ class GradientReduction:
         ``on_failure`` is called if another rank fails. ``apply_unexpected`` is called with an averaged gradient of a
         chunk for which this rank published none."""
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
-        this = weakref.ref(self)  # the links live longer
+        this = weakref.ref(self)  # the links live longer than this object
         self._exchange = GradientExchange(
             self._links,
             {key: chunk.owner for key, chunk in enumerate(self._chunks) if self.is_shared(chunk)},
@@ -123,7 +123,7 @@ class GradientReduction:
             self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread waits for buffers that other ranks read."""
+        """Return a context in which the calling thread waits for buffers that other ranks read."""
         return self._exchange.waiting()
 
     def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:
@@ -133,8 +133,8 @@ class GradientReduction:
         chunk = gradient.chunk
         if chunk in self.published or chunk in self.excluded or self._ended is not None:
             raise RuntimeError(
-                f"a gradient of {chunk} arrived after this rank had sent its part of it to the others; announce a "
-                "step's last backward by gradient_accumulation_steps or announce_backward"
+                f"a gradient of {chunk} arrived after this rank had sent the chunk's gradient to other ranks; announce "
+                "a step's last backward by gradient_accumulation_steps or announce_backward"
             )
         codec, gradient.codec = gradient.codec, None  # its mean is not coded
         values, sent_buffer, key = gradient.published_values, gradient.on_device or gradient.buffer, self._key_of[chunk]
@@ -154,10 +154,10 @@ class GradientReduction:
         self._exchange.publish(key, values, _slice_bits(gradient), sent_buffer, codec, is_on_device=is_on_device)
 
     def _zero(self, values: Tensor | CodedValues, *, is_on_device: bool) -> None:
-        if is_on_device:  # in the lane of the gradients, so that a later one in this buffer comes after it
+        if is_on_device:  # in the lane of the gradients, so that a later gradient in this buffer comes after the zeros
             work, memory = partial(_fill_with_zeros, values), memory_of(values)
             self._device.run(Lane.D2H, work, fills=memory[0], reads=memory, name="zero")
-            self._device.record(Lane.D2H).synchronize()  # it is sent in another lane
+            self._device.record(Lane.D2H).synchronize()  # another lane sends the zeros
         else:
             _fill_with_zeros(values)
 
@@ -196,14 +196,14 @@ class GradientReduction:
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:
-        """Return a buffer for a gradient that only other ranks have. The pool has room for it, because this rank could
-        have had a gradient of the chunk, too. But this does not wait for the pool, because all its buffers may be held
+        """Return a buffer for a gradient that only other ranks have. The pool is large enough, because this rank could
+        have had a gradient of the chunk too. But a wait for the pool may never end, because all its buffers may be held
         by work that waits for this gradient."""
         if (free := self._buffers.try_acquire()) is not None:
             return free[0]
         logger.info(
-            "this rank updates %s and has no gradient of it, but other ranks have one, and all buffers are in use; it "
-            "takes %s of RAM that cpu_memory does not count",
+            "this rank updates %s and has no gradient of it, but other ranks have one, and all buffers are in use; the "
+            "gradient takes %s of RAM that cpu_memory does not count",
             chunk,
             format_bytes(self._buffers.buffer_bytes),
         )

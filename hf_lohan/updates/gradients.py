@@ -32,7 +32,7 @@ _PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64
 
 @dataclass(eq=False)
 class ArrivedChunk:
-    """A chunk's gradient of one backward. It is in a host buffer after `wait` has returned, or in one of the device."""
+    """A chunk's gradient of one backward. It is in a host buffer after `wait` has returned, or in a device buffer."""
 
     chunk: Chunk
     buffer: Buffer | None
@@ -42,13 +42,13 @@ class ArrivedChunk:
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     keeps_dtype: bool = False
-    """Whether the gradient keeps this dtype, in a buffer that may be half of one. If not, it is widened to float32."""
+    """Whether the gradient keeps this dtype, in a buffer of half the size. If not, it is widened to float32."""
     codec: BlockCodec | None = None
     """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
     rows: list[RowsOfPiece] = field(default_factory=list)
-    """Pieces of which only rows arrive. `wait` moves these to their places."""
+    """Pieces of which only rows arrive. `wait` moves the rows to their places."""
     on_device: Buffer | None = None
-    """Device memory in which the gradient arrives, to be added there to those of other ranks."""
+    """Device memory in which the gradient arrives. Devices add it to the gradients of other ranks."""
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -70,7 +70,7 @@ class ArrivedChunk:
         return self.buffer
 
     def coded_landing(self, piece: ChunkPiece) -> tuple[Tensor, Tensor]:
-        """The memory, as bytes, to which the codes and the scales of a piece go."""
+        """Return the memory, as bytes, to which the codes and the scales of a piece go."""
         part = self._coded_values().part(piece.start_in_chunk, piece.stop_in_chunk)
         return part.codes.view(torch.uint8), part.scales.view(torch.uint8)
 
@@ -149,7 +149,7 @@ class ChunkGradient:
     is_zero: bool = False
     """Whether the gradient is zeros, which need no buffer and no measurement."""
     on_device: Buffer | None = None
-    """Device memory with the gradient, in `dtype`, before it is published. `buffer` is then for its mean, if any."""
+    """Device memory with the gradient, in `dtype`, before it is published. `buffer` is then for the mean, or None."""
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
@@ -194,8 +194,8 @@ class ChunkGradient:
             if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
                 raise NonFiniteGradientError(
                     f"the gradient of {piece.param_slice.name} is not finite, and other blocks have already been "
-                    "updated in place in this step; resume from a checkpoint, with durability='step' or "
-                    "max_grad_norm > 0, with which such steps are skipped"
+                    "updated in place in this step; resume from a checkpoint, and set durability='step' or "
+                    "max_grad_norm > 0, so that the run skips such a step"
                 )
 
 
@@ -205,13 +205,13 @@ class NonFiniteGradientError(RuntimeError):
 
 class GradientNorms:
     """Computes the same as `torch.nn.utils.get_total_norm`, to the bit if each parameter's gradient is in one piece. A
-    gradient is measured where it is whole. This is on the device when it is complete, or on the host after it was added
-    to gradients of earlier backwards. Norms on the device stay there until the total is needed. One copy then brings
-    all of them to the host."""
+    gradient is measured on the device when it is complete, or on the host after it was added to gradients of earlier
+    backwards. Norms on the device stay there until the total is needed. One copy then brings all of them to the
+    host."""
 
     def __init__(self, slices: Iterable[ParamSlice]) -> None:
-        """``slices``: all slices in the model's order. With several ranks, each measures its part of the sums over all
-        ranks, and all exchange what they `measured`, so all have the same norms."""
+        """``slices``: all slices in the model's order. With several ranks, each rank measures its part of the sums over
+        all ranks. All ranks exchange their `measured` norms, so all have the same."""
         self._order = list(slices)
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
@@ -333,8 +333,8 @@ class HeldGradients:
         self._in_buffers: set[_Key] = set()
         """Keys of gradients in buffers that may move to other RAM."""
         self._may_be_spilled: list[_Key] = []
-        """A heap of the negated keys of gradients in buffers that have room on the SSD. Some of these gradients may be
-        gone."""
+        """A heap of the negated keys of gradients that were in buffers and may be spilled. Some of these gradients may
+        be gone."""
 
     def add_arrived(self, arrived: ArrivedChunk, *, may_stay_coded: bool = False) -> ChunkGradient:
         """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more. With
@@ -420,8 +420,8 @@ class HeldGradients:
 
     def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
         """Hold the gradient in a buffer, or in the RAM that activations leave. If both are full, spill the gradient
-        that is needed last. Activations leave more RAM over time, so buffers take the first gradients, and give them up
-        for later ones."""
+        that is needed last. Activations leave more RAM over time. So the first gradients go to buffers, and are spilled
+        if later gradients need the buffers."""
         gradient = self._held[key]
         if isinstance(gradient.buffer, TopPlace):
             return
@@ -453,9 +453,9 @@ class HeldGradients:
             heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
 
     def _last_in_buffers(self) -> _Key | None:
-        """Return the gradient that is needed last among those in buffers that may be spilled. The buffers have room for
-        all gradients that must not be spilled. So if they are full when one of these arrives, another can be
-        spilled."""
+        """Return the key of the gradient that is needed last, among those in buffers that may be spilled. The buffers
+        have room for all gradients that must not be spilled. So if they are full when one of these arrives, another can
+        be spilled."""
         while self._may_be_spilled:
             position, index = self._may_be_spilled[0]
             if (-position, -index) in self._in_buffers:
@@ -524,8 +524,8 @@ class HeldGradients:
         return gradient
 
     def pop_into(self, chunk: Chunk, buffer: Buffer) -> ChunkGradient:
-        """Remove and return a gradient that is in a buffer of the arrivals' pool, which other ranks can read. This is
-        ``buffer`` if it was not in one."""
+        """Remove and return a gradient, in a buffer of the arrivals' pool, which other ranks can read. The gradient
+        moves to ``buffer`` if it is not in this pool."""
         gradient = self._pop(self._key(chunk))
         assert gradient is not None
         earlier = gradient.buffer
@@ -568,8 +568,8 @@ class HeldGradients:
         return gradient.buffer is not None or gradient.is_zero or self._recall.num_free > 0
 
     def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
-        """Read a spilled gradient into a recall buffer. Returns the reads, which must be done and verified before its
-        values are used."""
+        """Read a spilled gradient into a recall buffer. Returns the reads, which must be done and verified before the
+        gradient is used."""
         if gradient.buffer is not None or gradient.is_zero:
             return []
         assert gradient.spilled_to is not None and gradient.spill_write is not None

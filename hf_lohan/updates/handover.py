@@ -27,7 +27,7 @@ class DeliveryListener(ABC):
     @abstractmethod
     def on_delivered(self, error: BaseException | None) -> None:
         """Handle the end of a delivery. All copies are enqueued on the device's H2D lane, or ``error`` is set. Called
-        once, immediately, on the updating thread, or on the thread on which an update failed."""
+        once: immediately if the delivery has ended, else on the updating thread or the thread of a failed update."""
 
 
 class UpdatesDroppedError(RuntimeError):
@@ -133,8 +133,8 @@ class Handover:
     of a block first gets its new parameters from here, and then reads only the rest from the store."""
 
     def __init__(self, device: Device, device_of_experts: Device | None = None) -> None:
-        """``device``: copies new parameters to readers. ``device_of_experts``: does so for experts that belong to one
-        rank; by default ``device``."""
+        """``device``: copies new parameters to readers. ``device_of_experts``: copies those of experts that belong to
+        one rank; by default ``device``."""
         self._devices = device, device_of_experts or device
         # Callers enter the lock and not the condition. `IoEngine` says why.
         self._lock = threading.RLock()
@@ -259,8 +259,8 @@ class Handover:
                 raise raised_anew(self._cause)
 
     def copy_new(self, block: Block, start: int, out: Tensor) -> list[tuple[int, int]] | None:
-        """Copy new parameters of the block that wait to be written into ``out``, on the host, which has the elements
-        from ``start`` on. Returns the ranges of elements to read from the store; None if an update is outstanding."""
+        """Copy the block's new parameters that are not in the store yet to ``out``. ``out`` is on the host, and begins
+        with element ``start``. Returns the ranges to read from the store; None if an update is outstanding."""
         stop = start + out.numel()
         with self._lock:
             news = [new for new in self._new.get(block, {}).values() if new.chunk.start < stop > start < new.chunk.stop]
@@ -313,14 +313,14 @@ class BorrowedSlot:
             give_back()
 
     def _end(self) -> Callable[[], None] | None:
-        """Return what gives the slot back, to the first caller."""
+        """Return the function that gives the slot back, in the first call. Later calls return None."""
         with self._lock:
             give_back, self._give_back = self._give_back, None
         return give_back
 
 
 class WeightChange(enum.IntEnum):
-    """What changed a rank's weights, or may have changed them. All ranks make the same changes in the same order."""
+    """An event that may have changed a rank's weights. All ranks make the same changes in the same order."""
 
     STEP = 0
     DROP = 1
@@ -328,7 +328,7 @@ class WeightChange(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """What the rank did, after its name."""
+        """The change as a phrase that follows the rank's name in a message."""
         return (
             "ended a step with step()",
             "dropped the gradients of a step (zero_grad())",
@@ -340,7 +340,7 @@ class WeightSlots(Protocol):
     """Interface to the weights on the device, for updates."""
 
     is_half_changed: bool
-    """Whether an exception ended `changing` before `end_step`, which must then follow."""
+    """Whether an exception ended `changing` before `end_step` was called. The caller must then call `end_step`."""
 
     def borrow_slot(self, block: Block) -> BorrowedSlot | None:
         """Borrow the slot with the block's weights that backward uses, so that the update does not read them again.
@@ -350,7 +350,7 @@ class WeightSlots(Protocol):
         """Forget the weights of these blocks on the device, because they differ from the store."""
 
     def changing(self) -> AbstractContextManager[None]:
-        """A context that has a call of `end_step`, and in which a step may already have changed records."""
+        """Return a context for the code that calls `end_step`. In it the step may already have changed records."""
 
     def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
         """Forget the weights of the blocks that a step has changed. All ranks call this for the same steps."""

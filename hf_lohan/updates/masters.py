@@ -44,7 +44,7 @@ class MasterRecords(Protocol):
 
 
 def master_pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the [start, stop) of the pieces in which `read_masters` reads elements [first, last), from ``first`` on."""
+    """Yield the range [start, stop), relative to ``first``, of each piece in which `read_masters` reads elements."""
     origin = first // TIE_RUN_NUMEL * TIE_RUN_NUMEL
     for start, stop in ranges(last - origin, _WINDOW_NUMEL):
         yield max(origin + start, first) - first, origin + stop - first
@@ -74,8 +74,8 @@ def write_masters(
     may_tear: bool = True,
     is_trained: bool = True,
 ) -> None:
-    """Write the block's elements from ``first`` on, of which ``master`` [numel] has the float32 values. ``working``
-    (bfloat16) and ``residual`` (int16) are memory of the same shape. Without ``is_trained`` the elements have no
+    """Write ``master`` [numel], the float32 values of the block's elements from ``first`` on. ``working`` (bfloat16)
+    and ``residual`` (int16) are scratch memory of the same shape. Without ``is_trained`` the elements have no
     residuals."""
     ties = encode_master_(master, working, residual)
     records.write_unaligned(block.name, "param", first, working, bounce, may_tear=may_tear)
@@ -112,7 +112,7 @@ def _write_residuals(
 
 def round_anew(records: MasterRecords, block: Block, first: int, last: int, bounce: Tensor) -> int:
     """Round the weights [first, last) of a block to the nearest values of their masters again, and return the number of
-    weights that differ. An older version of this library rounded masters half way between two values up."""
+    weights that differ. An older version of this library rounded a master up if it was half way between two values."""
     num_changed = 0
     for start, stop, end in _windows(records, block, first, last):
         assert start >= first, "a rank's part of a block begins at a run"
@@ -133,8 +133,8 @@ def round_anew(records: MasterRecords, block: Block, first: int, last: int, boun
 
 
 def _windows(records: MasterRecords, block: Block, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, end) of whole runs [start, end) that cover elements [first, last) of a block. Elements from
-    ``stop`` on are not among these."""
+    """Yield (start, stop, end) of whole runs [start, end) that cover elements [first, last) of a block. The elements
+    [stop, end) are not in [first, last)."""
     origin, record_end = first // TIE_RUN_NUMEL * TIE_RUN_NUMEL, _end_of(records, block)
     for start, stop in ranges(last - origin, _WINDOW_NUMEL):
         end = min(origin + round_up(stop, TIE_RUN_NUMEL), record_end)

@@ -114,9 +114,9 @@ class MissedSteps:
     def decide_step(
         self, of_zeros: Iterable[Chunk], others: Set[Chunk], group_of: GroupOf, step_counts: StepCounts
     ) -> tuple[list[Chunk], list[Chunk], set[ParamSlice]]:
-        """Decide that the step counts. In this step the gradient of each chunk in `of_zeros` is zero, and that of each
-        chunk in `others` is not. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up
-        now, and the parameters that miss the step."""
+        """Decide that the step counts. `of_zeros`: chunks whose gradient is zero in this step. `others`: chunks with
+        another gradient. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up now, and
+        the parameters that miss the step."""
         with self._lock:
             step, by_name, added = self._now + 1, dict[str, StepSettings](), list[Chunk]()
             eager: list[Chunk] = []
@@ -203,8 +203,8 @@ class MissedSteps:
     # Commits.
 
     def packed(self) -> bytes | None:
-        """Return the file of a commit; None if no block is behind. It has the number of steps that each block is behind
-        (int32), and these steps."""
+        """Return the content of a commit's file; None if no block is behind. It has the number of steps that each block
+        is behind (int32), and the settings of these steps."""
         with self._lock:
             if not self._applied:
                 return None

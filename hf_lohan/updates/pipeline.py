@@ -27,14 +27,13 @@ class GradientPipeline:
     Without clipping, a step updates in backward. With clipping, gradients are held, and updates are deferred until the
     norm is known. Or updates run in backward on a guess, into a draft. If the norm then clips, the draft is dropped,
     and the updates run again from the held gradients. A store without drafts allows no guess. Nobody ever reads a
-    guess, because a reader of such a block (a second backward, an evaluation) first undoes all guesses.
+    guess, because a reader of a guessed block (a second backward, an evaluation) first undoes all guesses.
     """
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
         """`exchange`: sums each chunk's gradient over all ranks (see `RankGradientPipeline`)."""
         self.holds_gradients = setup.holds_gradients
         self._norms = GradientNorms(setup.slices)
-        """The blocks of the step in progress."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
@@ -99,22 +98,22 @@ class GradientPipeline:
         self._passed.update(dict.fromkeys(chunks))
 
     def wait_for_ranks(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread may wait for other ranks."""
+        """Return a context in which the calling thread may wait for other ranks."""
         return nullcontext()
 
     def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
-        """Note that the step's last backward, which begins, reaches none of these blocks. Returns the chunks among them
-        to which earlier backwards of the step have contributed. `publish_held` must follow for these, in the order in
-        which their gradients came."""
+        """Note that the step's last backward, which begins now, reaches none of these blocks. Returns their chunks that
+        have gradients of earlier backwards. The caller must call `publish_held` for these chunks, in the order in which
+        their gradients came."""
         return []
 
     def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
-        """Return the chunks for which `publish_held` must follow after the step's last backward, in which gradients of
-        the chunks `arrived` came."""
+        """Return the chunks for which `publish_held` must be called after the step's last backward. ``arrived``: the
+        chunks whose gradients came in this backward."""
         return []
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Give other ranks the gradient of earlier backwards, in `buffer` if it has no buffer that they can read."""
+        """Give other ranks a gradient of earlier backwards. It moves to `buffer` if they cannot read its buffer."""
         raise AssertionError("a single rank publishes nothing")
 
     @property
@@ -224,7 +223,7 @@ class GradientPipeline:
         return self._handover.deliver(block, weights, free)
 
     def settle(self, block: Block) -> None:
-        """Wait until no update of the block is outstanding, and undo guesses if it has one."""
+        """Wait until no update of the block is outstanding. If the block has a guess, undo all guesses."""
         if block in self._guesses:
             self.undo_guesses()
         self._handover.settle(block)
@@ -239,9 +238,9 @@ class GradientPipeline:
         self._thread.call(self._worker.wait_for_writes)
 
     def run_when_written(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread in the state that `wait_for_updates` waits for, but without waiting here.
-        If it fails, the pipeline fails, and the next wait raises. Raises RuntimeError if a step in progress has changed
-        the store."""
+        """Run `action` on the worker's thread when the store has the updates as after `wait_for_updates`. Returns at
+        once. If the action fails, the pipeline fails, and the next wait raises. Raises RuntimeError if a step in
+        progress has changed the store."""
         if self.has_begun_updates:
             raise RuntimeError(
                 "the step in progress has updated blocks in backward, so the store is between two steps; finish it "

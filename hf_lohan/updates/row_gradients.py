@@ -1,5 +1,5 @@
-"""The gradient of a table of which only some rows have one. It leaves the device as these rows, and its other rows are
-zeros that are made on the host."""
+"""The gradient of an embedding table in which only some rows have a gradient. Only these rows leave the device. The
+host fills the other rows with zeros."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hf_lohan.model import ChunkPiece, RowIds, rows_between
 _ADDED_LANES = 64
 """A multiple of the number of partial sums in which a CPU adds the squares of a vector."""
 _SPREAD_NUMEL = 1 << 18
-"""Elements of rows that are moved at a time."""
+"""Number of elements that are moved at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsOfPiece:
-    """Rows of one piece of a table. In memory they are one after the other from the piece's start on, until
-    `spread` moves them to their places."""
+    """Rows of one piece of a table. They are contiguous from the start of the piece's memory, until `spread` moves them
+    to their places."""
 
     piece: ChunkPiece
     ids: RowIds
-    """Numbers of the rows, in order. The first and the last may be partly in the piece."""
+    """Indices of the rows, in ascending order. The piece may have only parts of the first and the last row."""
     width: int
 
     def _places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -36,8 +36,8 @@ class RowsOfPiece:
         return starts, np.minimum((self.ids + 1) * self.width - first, self.piece.numel)
 
     def spread(self, memory: Tensor) -> None:
-        """Move the rows to their places in ``memory`` [piece.numel], and fill the rest with zeros. Rows only move up,
-        so the last ones move first."""
+        """Move the rows to their places in ``memory`` [piece.numel], and fill the rest with zeros. Rows only move to
+        higher offsets, so the last rows move first."""
         starts, stops = self._places()
         sources = np.concatenate([[0], np.cumsum(stops - starts)])
         memory[sources[-1] :].zero_()
@@ -84,8 +84,8 @@ class RowGradient:
         return self.values[elements], RowsOfPiece(piece, self._ids[rows], self._width)
 
     def to_measure(self) -> Tensor:
-        """Return a vector with the norm of the whole gradient. On a CPU it is the same to the bit, because the CPU adds
-        squares in several partial sums, and only zeros are left out that leave each value in its sum."""
+        """Return a vector with the norm of the whole gradient. On a CPU the norm is the same to the bit. The CPU adds
+        squares in several partial sums, and each value stays in its partial sum although zeros are left out."""
         numel = self._num_rows * self._width
         is_even = self._width % _ADDED_LANES == 0 and numel % _ADDED_LANES == 0
         if is_even or self.values.device.type != "cpu" or not len(self._ids):

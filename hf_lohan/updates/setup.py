@@ -31,7 +31,7 @@ class UpdateSetup:
     holds_gradients: bool
     """Whether gradients wait until the norm is known or guessed."""
     store: Store
-    """With two homes the store keeps its last commit until the next one, so later writes can be undone."""
+    """A store with two versions of each record keeps its last commit until the next, so later writes can be undone."""
     states: BufferPool
     """Buffers in which chunks are updated."""
     gradients: BufferPool
@@ -42,27 +42,27 @@ class UpdateSetup:
     """Buffers for spilled gradients that are read back. The worker must never wait for a buffer of `gradients`, because
     only the worker frees these."""
     has_groups: Callable[[], bool] = lambda: True
-    """Returns whether hyperparameters exist. Before an optimizer is made nothing is guessed."""
+    """Returns whether hyperparameters exist. Updates do not guess the norm before an optimizer exists."""
     spilled_blocks: frozenset[str] = frozenset()
     """Blocks whose held gradients wait on the SSD, in `spill`, unless `shared_ram` has room."""
     num_held_chunks: int = 0
     """Number of chunks of the other blocks. At most this number of gradients is held in `gradients`."""
     shared_ram: HostStack | None = None
-    """RAM of which activations use the bottom, and held gradients the rest. None with several ranks, because these read
-    each other's gradients in buffers."""
+    """RAM of which activations use the bottom, and held gradients the rest. None with several ranks, because ranks read
+    each other's gradients from buffers."""
     spill: RecordFiles | None = None
     keeps_gradient_dtypes: bool = False
     """Whether one backward per step is expected. Gradients of 2 bytes per element then keep their dtype, in half a
     buffer. If they are summed nevertheless, sums are float32 and wait in the files of `open_spill_of_sums`."""
     open_spill_of_sums: Callable[[], RecordFiles] | None = None
     copies_new_weights: Device | None = None
-    """Device that copies new weights to the slot that waits for them. None is `device`. Copies to host memory run at
-    once."""
+    """Device that copies new weights to the slot that waits for them. None is `device`. A CPU device copies to host
+    memory immediately and not on a stream."""
     missed: MissedSteps = field(default_factory=lambda: MissedSteps((), ()))
-    """Steps with gradients of zeros that chunks of the store take later. By default no chunk does."""
+    """Steps that chunks apply later, because their gradient was zero. By default no step is postponed."""
     on_device: BufferPool | None = None
-    """Buffers in device memory for gradients that devices add. None if all are added on the host."""
+    """Buffers in device memory in which devices sum gradients. None if all are summed on the host."""
     parked_share: float = 0.0
-    """The share of updates in backward that wait for the next forward, before a plan says so."""
+    """Fraction of the updates in backward that are postponed to the next forward. A plan may change it."""
     sums_stay_in_arrival_buffers: bool = False
     """Whether sums stay in arrival buffers, because other ranks read them there."""

@@ -114,7 +114,7 @@ class StepTransaction:
         self._max_norm: float | None = None
         """The `max_norm` to which the step's gradients were clipped."""
         self.max_norm_before: float | None = None
-        """That of the step before."""
+        """The `max_norm` of the step before."""
         self._has_taken_gradients = False
         """Whether the last step took the gradients, and zero_grad() was not called afterwards. Torch would still have
         these gradients."""
@@ -227,9 +227,9 @@ class StepTransaction:
     def finish_step(self, group_of: GroupOf) -> StepResult:
         """Apply the held gradients with this step's hyperparameters, and make the step count. If a gradient is not
         finite, undo the step's updates and forget its gradients instead. (Updates that cannot be undone had finite
-        gradients.) Raises RuntimeError if no gradient arrived after the last step, and torch would apply that step's
-        gradients again, and if no trained weight got a gradient in the step's backwards, which torch refuses unless a
-        tensor outside the model requires a gradient."""
+        gradients.) Raises RuntimeError if no gradient arrived after the last step, because torch would apply the old
+        gradients again. Also raises RuntimeError if no trained weight got a gradient in the step's backwards. torch
+        refuses these backwards unless a tensor outside the model requires a gradient."""
         if self._has_taken_gradients:
             raise RuntimeError(
                 "step() was called a second time with the same gradients, which the first call has used; call it once "
@@ -288,8 +288,8 @@ class StepTransaction:
             self._is_ending = False
 
     def abandon_gradients(self, *, to_none: bool = True) -> None:
-        """Forget the step's gradients, and undo its updates if the store can. ``to_none``: whether torch would have no
-        gradients, and not zeros in their place."""
+        """Forget the step's gradients, and undo its updates if the store can. ``to_none``: whether torch would set them
+        to None and not to zeros."""
         self._since_none = set() if to_none else self._since_none | self._pipeline.announced()
         self._zeroed = frozenset(self._since_none)
         touched, remains = self._abandon()
@@ -357,7 +357,7 @@ class ParamGroups:
     replaced. The groups may change between steps."""
 
     def __init__(self, rules: Mapping[ParamSlice, UpdateRule]) -> None:
-        """``rules``: the rule of each slice, by which its states were laid out."""
+        """``rules``: the update rule of each slice, which determined its states in the store."""
         self._rules = rules
         self._parts: dict[nn.Parameter, list[ParamSlice]] = {}
         for part in rules:
@@ -370,14 +370,14 @@ class ParamGroups:
         own list."""
         self._members: list[list[int]] = []
         self._pairs: set[tuple[int, UpdateRule]] = set()
-        """The hyperparameters of each group, for each rule of its parameters."""
+        """Pairs of a group's index and an update rule of its parameters."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
         self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
         self._at_step: dict[str, Any] = {}
         """The `values` of the last step."""
 
     def bind_optimizer(self, optimizer: HasGroups) -> None:
-        """Use the groups of an optimizer, whose values schedulers change. Raises ValueError if they do not fit the
+        """Use the groups of an optimizer. Schedulers may change their values. Raises ValueError if they do not fit the
         store. Every parameter that requires a gradient must be in a group, and every parameter in a group must have the
         states that the group's rule needs."""
         index, in_no_group = self._placed_in(optimizer.param_groups)
@@ -451,8 +451,8 @@ class ParamGroups:
         }
 
     def values_to_compare(self) -> dict[str, Any]:
-        """Return the `values`, and those with which the step before was taken, because a loop may change them after the
-        ranks have compared them."""
+        """Return the `values`, and the values of the step before, because a loop may change values after the ranks have
+        compared them."""
         return {**self.values(), **{f"{name} in the step before": value for name, value in self._at_step.items()}}
 
     def places(self) -> dict[str, str]:

@@ -161,8 +161,8 @@ class UpdateWorker:
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Publish the gradient of earlier backwards, to which the last backward adds nothing, in `buffer` or in the
-        buffer that it has."""
+        """Publish a gradient of earlier backwards, to which the last backward adds nothing. It moves to `buffer` if
+        other ranks cannot read its buffer."""
         assert self._exchange is not None
         gradient = self._held.pop_into(chunk, buffer)
         self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
@@ -203,8 +203,8 @@ class UpdateWorker:
         return applied
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Applied:
-        """Accept or undo guesses. Gradients that are then still held are to be applied. After a right guess, these are
-        those that are parked, and those to which the last backward added nothing."""
+        """Accept or undo guesses. `apply_held` applies the gradients that are then still held. After a right guess,
+        these are parked gradients, and gradients to which the last backward added nothing."""
         if not self._are_held:
             self._queue.finish_pending()  # must precede a scheduler's change of hyperparameters
             return "in_backward"
@@ -368,8 +368,8 @@ class UpdateQueue:
         may_borrow: bool = False,
     ) -> None:
         """Apply a chunk's gradient, scaled. `borrowed`: the slot with the block's weights of the backward. `is_guess`:
-        hold the gradient again, and hand the result to nobody. `may_borrow`: the step's backward is over, so buffers of
-        applied gradients may be used to read further ahead and to wait for writes."""
+        hold the gradient again, and give the result to no reader. `may_borrow`: the step's backward is over, so buffers
+        of applied gradients may be used to read further ahead and to wait for writes."""
         self.chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
         with self._timed():
@@ -386,9 +386,9 @@ class UpdateQueue:
                 self._wait_for_all_writes()
 
     def _make_room(self, gradient: ChunkGradient, may_borrow: bool) -> list[Buffer] | None:
-        """Return buffers for one more update if they are free now. The pool has enough for two updates at a time, so
-        None means that waiting for buffers helps. More updates need borrowed buffers. Without these the first update is
-        finished."""
+        """Return buffers for one more update if they are free now. None means that the caller may wait for buffers,
+        because the pool has enough for two updates at a time. More updates need borrowed buffers. Without these the
+        first update is finished."""
         while len(self._pending) > 1:
             can_begin = may_borrow and self._held.can_bring_back(gradient)
             buffers = self._updater.borrowed_buffers(gradient.chunk) if can_begin else None

@@ -169,8 +169,8 @@ class WeightSource(Protocol):
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
         """Order the reads of a block. ``listener`` is called when all copies are enqueued on the H2D lane, or with an
-        error. The call may come within this call, within a later one, or on the updating thread. One thread calls this,
-        in the order of loads. Raises the error if the load cannot begin."""
+        error. It may be called within `begin_load`, within a later call, or on the updating thread. One thread calls
+        `begin_load`, in the order of loads. Raises the error if the load cannot begin."""
 
     def finish_loads(self) -> None:
         """Wait until all reads have ended and their copies are enqueued."""
@@ -308,8 +308,8 @@ class RankLoader(LocalLoader):
         return super().find_load() if self._take_back_slots(is_needed=found is None) else found
 
     def _take_back_slots(self, *, is_needed: bool) -> bool:
-        """Take slots back that updates borrow, if a load has waited for one for a moment. The update may wait for ranks
-        that wait for this load. It reads the store instead. Returns whether slots were taken back."""
+        """Take slots back that updates borrow, if a load has waited for a slot for a moment. The updates may wait for
+        ranks that wait for this load. They then read the store instead. Returns whether slots were taken back."""
         borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.num_borrows]
         if not (is_needed and borrowed and self._next_load.is_due):
             self._no_slot_since_s = None

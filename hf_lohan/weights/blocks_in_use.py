@@ -11,9 +11,9 @@ from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
 class BlocksInUse:
-    """The blocks that compute uses. A forward reports when it has finished with a block. A backward does not. There a
-    block is finished when the next block of its size class is requested, because autograd runs one node after
-    another."""
+    """The blocks that compute uses. A forward reports when it has finished with a block. A backward does not. In a
+    backward a block is finished when the next block of its size class is requested, because autograd runs one node
+    after another."""
 
     def __init__(self, ring: SlotRing, prefetcher: Loads) -> None:
         self._ring = ring
@@ -39,8 +39,8 @@ class BlocksInUse:
         in_use.append(block)
 
     def leave(self, block: Block, on_views: Callable[[Block], None] = lambda _block: None) -> None:
-        """Release a block after its module has run. ``on_views`` is called before that if views of its weights are
-        left."""
+        """Release a block after its module has run. ``on_views`` is called before the release if views of the block's
+        weights are left."""
         in_use = self._blocks[block.size_class]
         in_use.remove(block)
         if block not in in_use and self._ring.hide(block):  # no outer module still uses it

@@ -21,7 +21,7 @@ class SlotLoad(NamedTuple):
 
 class NextLoad(ABC):
     """Chooses the next load. First come unforeseen blocks that compute is waiting for. Then comes the schedule's
-    next block, if some slot holds a block that is needed later than it, or not at all. Callers hold the slots' lock."""
+    next block, if some slot holds a block that is needed even later, or not at all. Callers hold the slots' lock."""
 
     def __init__(self) -> None:
         self.urgent: list[Block] = []

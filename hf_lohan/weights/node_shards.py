@@ -40,9 +40,9 @@ from hf_lohan.weights.source import Decoder
 
 _PAGE_BYTES = 4096
 _PART_MULTIPLE = 256
-"""The parts of a block that ranks of a node copy to their devices begin at multiples of so many elements."""
+"""The parts of a block that ranks of a node copy to their devices begin at multiples of this number of elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
-"""Elements that are coded at once. This is a multiple of the codec's block."""
+"""Number of elements that are coded at once. This is a multiple of the codec's block."""
 _FORM = struct.Struct("<q?q")
 _RAW, _CODED, _CHANGES, _GROUPED = range(4)
 """Forms of a shard's payload."""
@@ -87,7 +87,7 @@ def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
 
 
 class DeviceCopies:
-    """Brings whole blocks from the memory that a node's ranks share to this rank's device. One thread calls `copy`."""
+    """Copies whole blocks from the shared memory of a node's ranks to this rank's device. One thread calls `copy`."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class DeviceCopies:
         self._decoder = decoder
         self._transport = transport
         self._payload: Tensor | None = None
-        """Device memory for the payload of one block. Work of the H2D lane alone uses it."""
+        """Device memory for the payload of one block. Only work of the H2D lane uses it."""
         if parts.within is not None and (transport is not None or not device.memory_is_host):
             self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
 
     def copy(self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None, *, is_for_all: bool) -> Event:
-        """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the block and its payload in
-        shared memory, complete. Returns the event of its end. ``is_for_all``: whether all ranks of the node call this
-        for the block. With a transport it then waits for them. Raises RankFailedError or RankTimeoutError."""
+        """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the complete block and its
+        payload in shared memory. Returns the event of the copy's end. ``is_for_all``: all ranks of the node call this,
+        and with a transport this rank waits for them. Raises RankFailedError or RankTimeoutError."""
         transport = self._transport
         if transport is None or not is_for_all:
             self._fill(block, weights, entry, coded, partial(self._device.copy, Lane.H2D))
@@ -145,8 +145,8 @@ class DeviceCopies:
         coded: Tensor | None,
         bring: Callable[[Tensor, Tensor], object],
     ) -> None:
-        """Fill the slot. ``bring`` fills memory of the device with what is in shared memory. With a transport, all
-        ranks of the node call it with the same sizes, in the same order."""
+        """Fill the slot. ``bring(memory, shared)`` fills device memory with the content of shared memory. With a
+        transport, all ranks of the node call ``bring`` with the same sizes, in the same order."""
         if block.packed_slices:
             assert self._decoder is not None, f"{block} has packed weights"
             self._decoder.load(block, weights, entry, bring)
@@ -156,17 +156,17 @@ class DeviceCopies:
             bring(weights, entry)
 
     def _payload_for(self, coded: Tensor) -> Tensor:
-        """Return memory of the device for a payload, which is its shared memory if the device can read that."""
+        """Return device memory for a payload, or the payload itself if the device can read shared memory."""
         return coded if self._payload is None else self._payload[: coded.numel()]
 
     def _copy_part(self, memory: Tensor, shared: Tensor) -> None:
-        """Copy this rank's part of what is in shared memory to its device."""
+        """Copy this rank's part of ``shared`` to its device."""
         start, stop = _equal_parts(memory.numel(), self._ranks.num_local)[self._ranks.local_rank]
         if start < stop:
             self._device.copy(Lane.H2D, memory[start:stop], shared[start:stop])
 
     def _gather(self, transport: DeviceLane, memory: Tensor) -> None:
-        """Send this rank's part of memory of its device to the others, and get theirs."""
+        """Send this rank's part of ``memory`` to the other devices, and receive the rest of it."""
         parts = _equal_parts(memory.numel(), self._ranks.num_local)
         start, stop = parts[self._ranks.local_rank]
         work = partial(transport.fill_from_all, memory, parts)
@@ -191,7 +191,7 @@ def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
 
 class NodeShards:
     """The shards that one rank sends and receives. The thread of the rounds calls `is_kept`, `keep_weights` and
-    `forget_kept`, and those that fill memory call the methods for their load."""
+    `forget_kept`. The threads that fill memory call the other methods for their load."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class NodeShards:
         self._kept, self._changes, self.keeps = kept, changes, True
 
     def forget_kept(self) -> None:
-        """Forget which versions nodes keep, because one of them was not whole. Shards are then sent whole."""
+        """Forget which versions nodes keep, because one version was not whole. Shards are then sent whole."""
         self._versions.clear()
         self._sent.clear()
 
@@ -250,7 +250,7 @@ class NodeShards:
 
     def is_sent(self, block: Block, *, is_kept: bool) -> bool:
         """Return whether ranks of several nodes send each other shards of a block. ``is_kept``: whether nodes keep the
-        block. Ranks then send their own shards and those that they keep, within their group."""
+        block. Then ranks send both their own shards and the kept shards, within their group."""
         lane = self._group_lane if is_kept else self._lane
         members = lane.members if lane is not None else []
         return len(members) > 1 and any(has_part(block, of) for rank in members for of in self._carried(rank, is_kept))
@@ -268,13 +268,13 @@ class NodeShards:
         return [rank for rank in ranks if rank != self._ranks.rank and has_part(block, rank)]
 
     def takes_memory(self, *, is_kept: bool, keeps: bool) -> bool:
-        """Return whether shards on their way are in memory of their own, which is counted for one load at a time."""
+        """Return whether shards in transit need their own memory, which is counted for one load at a time."""
         if is_kept:
             return self._group_lane is not None
         return self._coded is not None or self._sends_changes(_RAW, keeps=keeps)
 
     def waiting(self, links: Links) -> AbstractContextManager[None]:
-        """A context of a thread that waits until shards have arrived."""
+        """Return a context for a thread that waits until shards have arrived."""
         assert self._lane is not None
         return links.watch.waiting(self._lane.name, stops_compute=False)
 
@@ -298,7 +298,7 @@ class NodeShards:
     # Blocks on their way to devices.
 
     def coded_bytes(self, block: Block) -> int:
-        """Return the bytes of the payload of a whole block for devices; 0 if its weights go there as they are. Packed
+        """Return the bytes of the payload of a whole block for devices; 0 if its weights go there unchanged. Packed
         weights are not coded again."""
         if self.within is None or block.packed_slices:
             return 0
@@ -326,14 +326,14 @@ class NodeShards:
 
     def make_own(self, block: Block, entry: Tensor, *, is_kept: bool, keeps: bool) -> tuple[int, Tensor]:
         """Round this rank's shard in ``entry`` to the values with which all ranks compute. Returns the form and the
-        payload to send. ``keeps``: whether nodes keep what they receive of this load."""
+        payload to send. ``keeps``: whether nodes keep the shards that they receive in this load."""
         part = part_of(block, self._ranks.rank, entry)
         form, message = _RAW, part
         if self._coded is not None:
             numel = coded_numel(block, self._ranks.rank)
             form, message = _CODED, self._round(part, numel, self._coded, keeps_payload=bool(self.coded_bytes(block)))
         if is_kept:
-            # The shards that it carries, one after the other.
+            # The payload has the shards that this rank carries, one after the other.
             carried = self._carried(self._ranks.rank, True) if self._group_lane is not None else []
             return _GROUPED, torch.cat([part_of(block, rank, entry) for rank in carried]) if carried else part[:0]
         if not self._sends_changes(form, keeps=keeps):
@@ -350,16 +350,16 @@ class NodeShards:
     def begin_exchange(
         self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool, is_stale: bool
     ) -> Callable[[], tuple[list[int], list[int]]]:
-        """Begin to send what `make_own` returned to the ranks of other nodes, and to receive theirs. ``is_stale``:
-        whether the shard may be of a later version. Returns what puts theirs into ``entry`` when they are there, which
-        returns the ranks whose shards have arrived, and the ranks that said that theirs are stale. Exchanges are ended
-        in the order in which they began."""
+        """Begin to send the ``payload`` of `make_own` to the ranks of other nodes, and to receive their payloads.
+        ``is_stale``: whether the shard may be of a later version. Returns a function that waits for the other shards
+        and puts them into ``entry``. It returns the ranks whose shards have arrived, and the ranks whose shards are
+        stale. These functions must be called in the order in which the exchanges began."""
         lane = self._group_lane if is_kept else self._lane
         assert lane is not None
         what = f"shards of {block.name}"
         finish = lane.begin_agree(what, _FORM.pack(form, is_stale, payload.nbytes))
         told: list[tuple[int, bool, int]] | None = None
-        if self._sends_changes(form, keeps=keeps):  # they have any size
+        if self._sends_changes(form, keeps=keeps):  # changes have any size
             told = [_FORM.unpack(head) for head in finish()]
         works = []
         for place, rank in enumerate(lane.members):
@@ -418,8 +418,8 @@ class NodeShards:
 
     @staticmethod
     def _round(part: Tensor, numel: int, coded: MeasuredCodec, *, keeps_payload: bool) -> Tensor:
-        """Return the payload of a shard, whose first ``numel`` elements are coded, and replace these by the decoded
-        ones, or by the payload itself."""
+        """Return the payload of the shard ``part``. The first ``numel`` elements of ``part`` are coded. They are
+        replaced by the decoded elements, or by the payload."""
         packed = part[numel:].view(torch.uint8)
         code_bytes = coded.codec.message_bytes(numel)
         message = torch.empty(code_bytes + packed.numel(), dtype=torch.uint8)

@@ -21,7 +21,7 @@ class PeerWeightCache(Protocol):
     """Shards by block and rank. Calls for one shard never overlap."""
 
     way: Collectives
-    """How nodes exchange weights, by which a rank keeps the shards of `kept_ranks`."""
+    """How nodes exchange weights. This decides which shards a rank keeps (`kept_ranks`)."""
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
         """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; empty if ``out`` is

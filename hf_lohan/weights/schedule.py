@@ -18,7 +18,7 @@ NEVER = 1 << 60
 
 
 class _PassOrder:
-    """The order of one kind of pass. It has the uses by place, and the places in the order of their loads."""
+    """The order of one kind of pass. A place is the index of a use. `loads` has the places in the order of loads."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class _PassOrder:
         return places[index] if index < len(places) else NEVER
 
     def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
-        """Return the places of all loads, in order. A load begins as soon as a slot of its class is not needed before
-        its use, but at most ``max_ahead`` uses ahead. If several slots are possible, it overwrites the slot whose block
-        is needed last (Belady's rule)."""
+        """Return the places of all loads, in order. A load begins as soon as the block in some slot of its class is not
+        needed before the new block, but at most ``max_ahead`` uses ahead. If several slots are possible, it overwrites
+        the slot whose block is needed last (Belady's rule)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
         free_since: dict[SizeClass, int] = defaultdict(int)
@@ -86,7 +86,7 @@ class PassSchedule(ABC, Generic[PassT]):
         self._interrupted: PassT | None = None
         """A training pass between its forward and its backward, while an evaluation runs."""
         self.version = 0
-        """Count of the begins, ends and foreseen passes."""
+        """Number of times that a pass was begun, ended or foreseen."""
 
     @property
     def is_between_passes(self) -> bool:
@@ -218,7 +218,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         self._no_pass = _LayerPass(is_training=False, order=self._nothing)
 
     def _resume_pass(self, resumed: _LayerPass) -> None:
-        # Order all loads that the pass still needs again, because the evaluation used the slots.
+        # Order the remaining loads of the pass again, because the evaluation used the slots.
         resumed.num_loads = len(resumed.order.loads)
         resumed.again = list(range(resumed.place, len(resumed.order.uses)))
 

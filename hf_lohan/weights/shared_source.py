@@ -5,15 +5,15 @@ Each node therefore reads each shard only once, and the ranks of one node send e
 each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
-block. A rank's head has the block that it loads next. When each rank wants a block, or waits for others, all begin to
-load each block that some rank wants, the rank with the fewest loads first. A rank keeps the blocks that it wanted
-itself, so ranks whose passes differ for a while (a batch without images, layers skipped at random, an evaluation of one
-rank) meet again by themselves. Heads also have how many loads are whole on a rank, and how many it has copied. So all
-ranks know the same of each load, and choose the same place in shared memory for the next one.
+block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block, or waits
+for others, all begin to load each block that some rank wants. The rank with the fewest loads comes first. A rank keeps
+the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped at
+random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
+rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
-*Periods.* `SlotRing.num_changes` counts the changes of weights. Only the wants of the earliest period are served, so a
-rank that has stepped waits for the others. A rank that changes a block which another rank still reads says so, and the
-reader gets `StaleError`.
+*Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
+the earliest period are served, so a rank that has stepped waits for the others. A rank that changes a block which
+another rank still reads says so, and the reader gets `StaleError`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Changes(Protocol):
 
 @dataclass(frozen=True)
 class _Head:
-    """What a rank tells in a round."""
+    """The message of a rank in a round."""
 
     num_copied: int
     """Number of loads that the rank has copied, or does not keep. This is the beginning of a packed head."""
@@ -78,11 +78,11 @@ class _Head:
     progress: int
     """Number of loads that the rank has kept in the period."""
     wanted: int
-    """Number of the block that the rank loads next, or `_NOTHING`."""
+    """Index of the block that the rank loads next, or `_NOTHING`."""
     version: int
     """`num_changes` after the last change of this block."""
     num_filled: int
-    """Number of loads whose shard of this rank, and of its counterparts, is in the memory of its node."""
+    """Number of loads for which the shards of this rank and its counterparts are in the memory of its node."""
     is_closed: int
     keeps_weights: int
     serves: int
@@ -90,7 +90,7 @@ class _Head:
     change: int
     """The change of weights before the period."""
     stale: tuple[tuple[int, int], ...] = ()
-    """Loads, among those in progress, each with a rank that has no weights of their period any more."""
+    """(load, rank) pairs of loads in progress. The rank has no weights of the load's period any more."""
 
     def pack(self) -> bytes:
         numbers = self.num_copied, self.period, self.progress, self.wanted, self.version, self.num_filled
@@ -122,20 +122,20 @@ class _SharedLoad:
     block: Block
     period: int
     entry: Tensor
-    """Tensor [block.fetched_numel] in shared host memory: what a pass reads of the block, with packed weights as they
-    are."""
+    """Tensor [block.fetched_numel] in shared host memory: the records of the block that a pass reads. Packed weights
+    stay packed."""
     coded: Tensor | None
-    """The payload of the block for devices, in shared host memory, if a codec rounds it on its way there."""
+    """The payload of the block for devices, in shared host memory, if a codec rounds the block for them."""
     is_kept: bool
     """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
     keeps: bool
-    """Whether nodes keep what they receive."""
+    """Whether nodes keep the shards that they receive."""
     ordered: _Wanted | None
-    """What this rank has ordered; None if only other ranks need the block."""
+    """The load that this rank's loader has ordered; None if only other ranks need the block."""
     is_for_all: bool
     """Whether all ranks of this node keep the block."""
     delivery: Delivery | None = None
-    """What updates deliver of this rank's shard; None if the rank has changed the block."""
+    """Delivery of this rank's shard from updates; None if the rank has changed the block."""
     reads: deque[RecordRead] = field(default_factory=deque)
     is_whole: bool = False
     """Whether all shards are in the memory of this node."""
@@ -194,11 +194,11 @@ class SharedWeights(Rounds):
         self._next_number = self._num_filled = self._num_whole = self._num_copied = 0
         self._period = self._progress = 0
         self._stale: dict[int, int] = {}
-        """By load, a rank that has no weights of its period any more."""
+        """For each load's number, a rank that has no weights of the load's period any more."""
         self._own_stale: dict[int, int] = {}
-        """Of these, what this rank tells: its own, and those of the ranks that have sent it their shards."""
+        """Entries of `_stale` that this rank tells others: its own, and those of ranks that have sent it shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
-        """What `keep_weights` was called with, until all ranks have called it."""
+        """The arguments of `keep_weights`, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
         self._copier = TaskThreads(1, "lohan-weights-copied")
         self._filler = TaskThreads(1, "lohan-weights-filled")
@@ -234,8 +234,8 @@ class SharedWeights(Rounds):
         """Do nothing, because this rank's loads end while the thread waits for a slot."""
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep the weights of other nodes in ``kept``, from the load on before which all ranks have called this. With
-        ``changes``, which counts the traffic, only the changes of each step are sent."""
+        """Keep the weights of other nodes in ``kept``, from the first load on that begins after all ranks have called
+        this. With ``changes``, which counts the traffic, only the changes of each step are sent."""
         self._parts.open_group_lane(self._links, kept.way)
         with self.lock:
             self._kept = kept, changes
@@ -275,11 +275,11 @@ class SharedWeights(Rounds):
         ).pack()
 
     def news_of(self, head: bytes) -> bytes:
-        # A copy matters to the others when the next load begins, which takes a want of this rank, or its service.
+        # The number of copies matters only when the next load begins. Then other fields of the head have changed too.
         return head[_NUM_COPIED.size :]
 
     def is_waiting(self) -> bool:
-        # A rank whose own shard is not there yet has news later.
+        # A rank whose own shard has not arrived yet has news later.
         return (bool(self._wanted) and not self.is_closed) or (self._num_filled == self._next_number > self._num_whole)
 
     def is_between_passes(self) -> bool:
@@ -320,7 +320,7 @@ class SharedWeights(Rounds):
                     self._parts.forget_kept()
             begun = self._begin_wanted(told)
             is_over = all(of_rank.is_closed for of_rank in told) and not self._loads
-        for load, is_coming in begun:  # without the lock, because updates are waited for
+        for load, is_coming in begun:  # without the lock, because this waits for updates
             if not is_coming:
                 self._begin_own_shard(load)
             self._filler.submit(partial(self._fill, load, has_begun=not is_coming))
@@ -338,8 +338,8 @@ class SharedWeights(Rounds):
                 )
 
     def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
-        """Begin the loads that some ranks want, as all ranks do. Those of later periods wait. Returns the loads, and
-        whether an earlier one, whose shards of this rank and its counterparts are not there yet, has the same block."""
+        """Begin the loads that some rank wants. All ranks begin the same loads. Loads of later periods wait. Returns
+        the loads, each with whether an earlier load of the same block still waits for shards."""
         begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
@@ -432,7 +432,7 @@ class SharedWeights(Rounds):
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
 
     def _read_numel(self, block: Block, kind: str = PARAM) -> int:
-        """Return the elements of one read, or bytes of packed weights, which are whole granules."""
+        """Return the number of elements of one read, or of bytes of packed weights. A read has whole granules."""
         numel, granule_numel = self._read_bytes, block.packed_granule_bytes
         if kind == PARAM:
             numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel
@@ -496,8 +496,8 @@ class SharedWeights(Rounds):
             self._links.fail(error)
 
     def _wait_for_own_shard(self, load: _SharedLoad) -> None:
-        """If this rank has changed the block meanwhile, the data may be of a later period. Something is sent anyway,
-        because the others wait for it."""
+        """Wait for this rank's shard. If the rank has changed the block meanwhile, the shard may be of a later period.
+        The rank sends it nevertheless, because the others wait for it."""
         has_retried = False
         while True:
             error: BaseException | None = None
@@ -562,13 +562,13 @@ class SharedWeights(Rounds):
 def stale_error(rank: int, block: Block) -> StaleError:
     return StaleError(
         f"rank {rank} ends a step with step() or zero_grad(), which changes {block.name}, while another rank still "
-        "reads the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() "
+        "reads the earlier weights, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() "
         "or after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )
 
 
 def _deliver(load: _SharedLoad, error: BaseException | None, lock: AbstractContextManager[object]) -> None:
-    """Tell the loader the end of what it has ordered, unless somebody has told it."""
+    """Tell the loader that its load has ended, unless the loader knows it already."""
     with lock:
         own, load.ordered = load.ordered, None
     if own is not None:

@@ -41,11 +41,11 @@ class Slot:
     num_borrows: int = 0
     """Number of updates that borrow the slot and copy its weights."""
     borrowed: list[BorrowedSlot] = field(default_factory=list)
-    """What these updates hold."""
+    """The `BorrowedSlot` of each of these updates."""
     is_kept: bool = False
     """Whether the block stays permanently."""
     shown: Tensor | None = None
-    """`weights` with a storage of their own, while the block's parameters are views of them."""
+    """`weights` as a tensor with its own storage, while the block's parameters are views of this tensor."""
 
     @property
     def is_claimable(self) -> bool:
@@ -92,9 +92,9 @@ class SlotRing(WeightSlots):
         """Number of calls of `end_step`."""
         self._is_changing = False
         self.is_half_changed = False
-        """Whether an exception ended a change, so that the store may have weights of before and of after it."""
+        """Whether an exception ended a change, so that the store may have both old and new weights."""
         self._changed_at: dict[Block, int] = {}
-        """By block, `num_changes` after its last change."""
+        """For each block, the value of `num_changes` after the block's last change."""
         self._last_changes: deque[WeightChange] = deque(maxlen=_NUM_LAST_CHANGES)
         self._callbacks: list[Callable[[], None]] = []
 
@@ -181,7 +181,7 @@ class SlotRing(WeightSlots):
             return False
         storage = StorageWeakRef(slot.shown.untyped_storage())
         slot.shown = None
-        return not (storage.expired() or block.size_class is SizeClass.RESIDENT)  # which has a slot of its own
+        return not (storage.expired() or block.size_class is SizeClass.RESIDENT)  # a resident block has its own slot
 
     def has_room_for(self, block: Block) -> bool:
         """Return whether the block can be pinned while all pinned blocks stay pinned."""
@@ -279,13 +279,13 @@ class SlotRing(WeightSlots):
             return not self.is_half_changed and self._changed_at.get(block, 0) <= num_changes
 
     def state_of(self, block: Block) -> tuple[int, int]:
-        """Return `num_changes`, and what it was after the block's last change. They are equal on all ranks at the same
+        """Return `num_changes`, and its value after the block's last change. Both are equal on all ranks at the same
         point of their runs."""
         with self.lock:
             return self.num_changes, self._changed_at.get(block, 0)
 
     def change_before(self, num_changes: int) -> WeightChange | None:
-        """Return the change that made `num_changes` this number; None if it was long ago, or there was none."""
+        """Return the change that raised `num_changes` to this number; None if it was long ago, or does not exist."""
         with self.lock:
             place = num_changes - self.num_changes - 1
             return self._last_changes[place] if -len(self._last_changes) <= place < 0 else None

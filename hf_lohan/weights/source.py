@@ -32,7 +32,7 @@ class RowLoads(ABC):
     @abstractmethod
     def embed(self, block: Block, leaf: Tensor | None, ids: Tensor, padding_idx: int | None) -> Tensor:
         """Return `F.embedding` of ``ids`` and the block's table. ``leaf`` gets the gradient, as a sparse tensor of the
-        table's shape; with None there is none. Raises IndexError for ids outside the table."""
+        table's shape; None if no gradient is needed. Raises IndexError for ids outside the table."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -65,7 +65,7 @@ class _Load:
 
 @dataclass(frozen=True, eq=False)
 class _SliceRead:
-    """Elements [start, stop) of a block, being read."""
+    """A read of elements [start, stop) of a block."""
 
     load: _Load
     read: RecordRead
@@ -74,7 +74,7 @@ class _SliceRead:
     start: int
     stop: int
     kind: str = PARAM
-    """Of the record. For codes and scales the elements are bytes."""
+    """Kind of the record. Elements of codes and scales are bytes."""
 
 
 class Decoder:
@@ -83,8 +83,8 @@ class Decoder:
     def __init__(
         self, device: Device, blocks: Sequence[Block], codes_bytes: int, *, between_devices: bool = False
     ) -> None:
-        """``blocks`` are those with packed weights. Codes come in at most ``codes_bytes`` at a time.
-        ``between_devices``: whether packed weights also come from other devices."""
+        """``blocks``: the blocks with packed weights. ``codes_bytes``: largest number of bytes of codes that come at a
+        time. ``between_devices``: whether packed weights also come from other devices."""
         self._device = device
         self._scales = device.empty(max(block.scales_bytes for block in blocks))
         self._codes_bytes = codes_bytes
@@ -98,9 +98,9 @@ class Decoder:
     def load(
         self, block: Block, weights: Tensor, fetched: Tensor, bring: Callable[[Tensor, Tensor], object] | None = None
     ) -> None:
-        """Enqueue a whole block: copy and decode what was read of it, ``fetched`` [block.fetched_numel] in host
-        memory, to ``weights`` [block.numel]. ``bring``: enqueues copies from the host, from the second tensor to the
-        first; by default `Device.copy`."""
+        """Enqueue the copies and the decoding of a whole block, from ``fetched`` [block.fetched_numel] in host memory
+        to ``weights`` [block.numel]. ``bring(target, source)`` enqueues a copy from the host; by default
+        `Device.copy`."""
         bring = bring or partial(self._device.copy, Lane.H2D)
         for part in block.fetched_parts(0, block.fetched_numel):
             content = fetched[part.first : part.last]
@@ -195,8 +195,8 @@ class LocalWeights:
             self._complete_one()
 
     def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
-        """The second half if nothing is delivered: read the whole block into page-aligned ``memory`` [block.numel], and
-        copy it from there. After an error, no read writes to ``memory`` any more, but copies may still read it."""
+        """Do the second half of a load if updates deliver nothing. The whole block goes through page-aligned ``memory``
+        [block.numel]. After an error, no read writes to ``memory`` any more, but copies may still read it."""
         assert not block.packed_slices, "packed weights are decoded on their way"
         reads: list[tuple[RecordRead, int, int]] = []
         try:
@@ -214,7 +214,7 @@ class LocalWeights:
             raise
 
     def _parts_of(self, block: Block, delivery: Delivery) -> Iterator[tuple[str, int, int]]:
-        """(kind, start, stop) of what to read: scales before the codes that they belong to."""
+        """Yield (kind, start, stop) of each part to read. Scales come before their codes."""
         for start, stop in delivery.ranges_to_read():
             for first, last in self._cut(block, start, min(stop, block.stored_numel)):
                 yield PARAM, first, last
@@ -285,7 +285,7 @@ class LocalWeights:
             end.synchronize()
 
     def _pass_on(self, part: _SliceRead, buffer: Buffer) -> None:
-        """Enqueue the copy or the decoding of what was read into a buffer."""
+        """Enqueue the copy or the decoding of a part that was read into a buffer."""
         block, slot, numel = part.load.block, part.load.slot, part.stop - part.start
         if part.kind == PARAM:
             content = buffer.view(block.master.working_dtype, numel)

@@ -104,14 +104,16 @@ def answer(command: str) -> str:
 
 
 def shortened(printed: str) -> str:
-    """Return the lines with model and machine, the step, the bytes that a node sends, the bytes on each tier, the wear,
-    and T*."""
+    """Return the lines with model and machine, the step, and the bytes that a node sends; or of one device the bytes on
+    each tier, the wear, and T*."""
     lines = [line.rstrip() for line in printed.splitlines()]
     tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
-    start = next((number for number, line in enumerate(lines) if "sends in a step" in line), tiers)
+    sends = next((number for number, line in enumerate(lines) if "sends in a step" in line), None)
+    if sends is not None:
+        return "\n".join((*lines[:4], "", *lines[sends:tiers])).rstrip() + "\n"
     stop = next(number for number, line in enumerate(lines) if number > tiers and not line)
     below = (line for line in lines[stop:] if line.startswith("A step writes") or re.search(r"\bhides?\b", line))
-    kept = [*lines[:4], "", *lines[start:stop], *(text for line in below for text in ("", line))]
+    kept = [*lines[:4], "", *lines[tiers:stop], *(text for line in below for text in ("", line))]
     return "\n".join(kept) + "\n"
 
 

@@ -133,7 +133,7 @@ def test_the_trial_measures_both_ways(tmp_path: Path, double: Any) -> None:
     failed = try_folder(
         device, CuFileBackend(CuFileLibrary(_Flipping()), device.enter_thread), str(tmp_path), num_bytes=1 << 20
     )
-    assert failed.problem == "other bytes were read than had been written"
+    assert failed.problem == "the bytes that were read differ from the bytes that were written"
     backend.close_library()
 
 

@@ -230,7 +230,7 @@ def test_adapters_of_a_path_are_offloaded(tmp_path: Path, caplog: pytest.LogCapt
     trained = hf_lohan.Trainer(
         str(tmp_path / "checkpoint"), arguments(tmp_path / "run"), peft_config=adapters, offload="auto"
     )
-    assert trained.offload_engine is not None and "because peft_config is for a path that streams" in caplog.text
+    assert trained.offload_engine is not None and "because peft_config is for a model that is streamed" in caplog.text
     trained.offload_engine.close()
 
 

@@ -162,7 +162,7 @@ def test_training_shows_step_block_and_time(
 ) -> None:
     train(tiny_model("llama", num_layers=2), tmp_path)
     shown = terminal()
-    said = r"through ([\d.]+) MiB of RAM and ([\d.]+) KiB on the cpu \(limits: 5 MiB and 1 MiB\)"
+    said = r"RAM: ([\d.]+) MiB of 5 MiB; device memory: ([\d.]+) KiB of 1 MiB"
     used = re.search(said, capsys.readouterr().out)
     assert used is not None and 0 < float(used[1]) <= 5 and 0 < float(used[2]) < 1024
     assert "step 1/3  planning the first step (on a new machine this measures the hardware) ..." in shown

@@ -191,7 +191,7 @@ def test_trained_parameters_in_one_memory_are_refused(change: Any, names: str, d
     with torch.device(device):
         model = tiny_model("llama")
         change(model)
-    with pytest.raises(ValueError, match=f"{names} have the same memory"):
+    with pytest.raises(ValueError, match=f"{names} are two parameters in the same memory"):
         discover_blocks(model)
 
 

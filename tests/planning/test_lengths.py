@@ -85,7 +85,7 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
     assert read_lengths(file) == [12, 7, 2048]
     for wrong in ("twelve", "", "-3", "0", "1.5", "١٢"):
         file.write_text(f"12\n{wrong}\n7\n", encoding="utf-8")
-        with pytest.raises(ValueError, match=f"line 2 of .* is {wrong!r}; write the tokens of one row"):
+        with pytest.raises(ValueError, match=f"line 2 of .* is {wrong!r}; write a row's number of tokens"):
             read_lengths(file)
     file.write_text("")
     with pytest.raises(ValueError, match="has no lines"):

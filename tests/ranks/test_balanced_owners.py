@@ -114,7 +114,7 @@ def test_balanced_stores_continue_in_place_of_the_old_ones(run: Path) -> None:
     before, facts = joined(store, 2)
     code, output = lohan("reshard", run, "--num_processes", 2, "--balance")
     assert code == 0, output
-    assert output.startswith("by 768 rows of experts, the most loaded rank of each layer has 1.00 times the mean of ")
+    assert output.startswith("measured by 768 rows of experts, the most loaded rank of each layer has 1.00 times the ")
     assert (
         "2 ranks on 1 node; it had 2.00 times before" in output
         and "you may delete the folders rank-*-of-2.g1" in output
@@ -202,7 +202,7 @@ def test_what_cannot_be_balanced_is_refused_in_one_line(run: Path, tmp_path: Pat
         run, "--ranks", 4, "--balance", "--nodes", 3
     )
     assert "4 ranks on 0 nodes" in refused(run, "--ranks", 4, "--balance", "--nodes", 0)
-    assert "--nodes says how --balance divides experts" in refused(run, "--ranks", 4, "--nodes", 2)
+    assert "--nodes is only used with --balance" in refused(run, "--ranks", 4, "--nodes", 2)
     train_until(tmp_path / "dense", 1)
     assert "has no experts that belong to one rank each" in refused(tmp_path / "dense", "--ranks", 2, "--balance")
     assert not [*(run / STORE).glob("rank-*.g2")] and not [*(tmp_path / "dense" / STORE).glob("rank-*")]

@@ -120,7 +120,7 @@ def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
     assert ours == [True, *[False] * (len(run["logs"]) + 1), True], run["console"]
     assert not any(key.startswith("lohan/") for row in run["history"] for key in row)
     first, *_, last = run["console"].splitlines()
-    assert "stream from" in first and "_lohan/store" in first
+    assert "; state in " in first and "_lohan/store" in first
     wear = run["summary"]["wear"]
     assert f"; {wear['words']}; " in first
     written = drive_bytes(NUM_STEPS * run["summary"]["prediction"]["ssd_write_bytes_per_step"])

@@ -219,7 +219,7 @@ def test_a_pipe_with_the_name_of_the_file_is_replaced(tmp_path: Path) -> None:
 def test_a_folder_with_the_name_of_a_file_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
     (tmp_path / "lohan" / name).mkdir(parents=True)
     trainer = trainer_in(tmp_path)
-    with pytest.raises(StorageError, match=rf"this run writes a file and not a folder at .*/lohan/{name}: move"):
+    with pytest.raises(StorageError, match=rf"this run writes a file, but there is a folder at .*/lohan/{name}: move"):
         trainer.train()
     assert trainer.state.global_step == 0
     trainer.offload_engine.close()

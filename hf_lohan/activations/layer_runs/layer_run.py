@@ -34,10 +34,10 @@ class LayerInputs(Protocol):
         """Return the output of ``forward`` for a chunk, whose hidden states are ``hidden``."""
 
     def recording(self) -> AbstractContextManager[list[tuple[str, Tensor]]]:
-        """Return a context that returns what the model records of its modules, such as routers' logits, by name."""
+        """Return a context with the (name, output) pairs that the model records of modules, such as routers' logits."""
 
     def add_recorded(self, outputs: Sequence[tuple[str, Tensor]]) -> None:
-        """Give the model what it would have recorded of a forward of the whole layer."""
+        """Give the model the outputs that it would have recorded in a forward of the whole layer."""
 
 
 class ChunkFrames(Protocol):
@@ -79,23 +79,23 @@ class LayerRun:
         *,
         has_frames: bool = False,
     ) -> None:
-        """``state``: the state before the forward, which all chunks read. Without it, as in a trace, chunks read what
-        earlier ones have left."""
+        """``state``: the state before the forward, which all chunks read. Without it, as in a trace, chunks read the
+        state that earlier chunks have left."""
         self._layer = layer
         self._state = state
         self._has_run = False
-        """Whether a chunk has run, which leaves the state as a forward of the whole layer does."""
+        """Whether a chunk has run. The first chunk leaves the state as a forward of the whole layer does."""
         self._random: dict[TokenRange, RandomNumbers] = {}
-        """By chunk, the random numbers before its forward."""
+        """The state of the random generators before each chunk's forward."""
         self._has_frames = has_frames
         self._empty: Empty = layer.frames.empty if has_frames else new_empty
         self._inputs = inputs
         self._groups = groups
         self._form: Any = None
         self.recorded_names: list[str] = []
-        """Names of what the model records of the layer."""
+        """Names of the outputs that the model records of the layer."""
         self._is_flat: list[bool] = []
-        """By recorded output, whether rows and tokens are one dimension."""
+        """Whether rows and tokens are one dimension, for each recorded output."""
         self._frames: dict[TokenRange, LayerFrame] = {}
         self._input_frame: LayerFrame | None = None
         self._owners = _owners_of_trained(layer.layer)
@@ -106,7 +106,7 @@ class LayerRun:
     # Forward.
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
-        """Return the output, and what was recorded."""
+        """Return the output, and the recorded outputs."""
         kind = hidden.device.type
         self._autocast_state = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         frames, name = self._layer.frames, self._layer.name
@@ -136,7 +136,7 @@ class LayerRun:
         return ChunkKeys(group[-1].stop, self._empty) if len(group) > 1 else None
 
     def store_input(self, hidden: Tensor) -> Tensor | StoredTensor:
-        """Return what is kept of the layer's input."""
+        """Return the object that is kept for the layer's input."""
         frames, name = self._layer.frames, self._layer.name
         frame = self._input_frame = frames.begin_input(name) if self._has_frames else None
         stored = hidden if frame is None else frame.store_input(hidden)
@@ -150,8 +150,8 @@ class LayerRun:
     def call(
         self, hidden: Tensor, tokens: TokenRange, cache: ChunkKeys | None, *, only_keys: bool = False
     ) -> list[Tensor]:
-        """Return a chunk's output and what was recorded, [rows, tokens, ...]. ``only_keys``: run the layer only until
-        ``cache`` has its keys, and return nothing."""
+        """Return a chunk's output and its recorded outputs, [rows, tokens, ...]. ``only_keys``: run the layer only
+        until ``cache`` has its keys, and return nothing."""
         with contextlib.ExitStack() as stack:
             if self._state is not None and (self._has_run or only_keys):
                 stack.enter_context(self._state.restored())
@@ -185,7 +185,7 @@ class LayerRun:
         ]
 
     def in_form(self, output: Tensor) -> Any:
-        """Return the output as the layer returns it."""
+        """Return the output in the form in which the layer returns it."""
         return output if self._form is None else type(self._form)((output, *self._form[1:]))
 
     # Backward.
@@ -193,8 +193,8 @@ class LayerRun:
     def backward(
         self, hidden: Tensor, gradients: Sequence[Tensor | None], *, needs_hidden: bool
     ) -> tuple[Tensor | None, list[Any]]:
-        """Return the gradients of the hidden states and of the trained parameters. ``gradients`` are those of the
-        output and of what was recorded."""
+        """Return the gradients of the hidden states and of the trained parameters. ``gradients`` are for the output and
+        the recorded outputs."""
         shape, is_flat = hidden.shape[:2], [False, *self._is_flat]
         gradients = [
             of_output.unflatten(0, shape) if flat and of_output is not None else of_output
@@ -255,7 +255,7 @@ class LayerRun:
 
     @contextlib.contextmanager
     def _leaves(self, sums: list[Tensor | None]) -> Iterator[None]:
-        """Put leaves into the layer, whose gradients are added to ``sums`` in float32 as they come."""
+        """Replace the layer's parameters with leaves. Their gradients are added to ``sums`` in float32."""
 
         def add(number: int, leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
@@ -293,7 +293,7 @@ class LayerRun:
 
 
 class RunInChunks(torch.autograd.Function):
-    """A layer in chunks. The backward runs them again."""
+    """A layer in chunks. The backward runs the chunks again."""
 
     @staticmethod
     def forward(ctx: Any, run: LayerRun, hidden: Tensor, *_trained: Tensor) -> tuple[Tensor, ...]:

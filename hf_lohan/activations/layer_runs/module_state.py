@@ -1,8 +1,8 @@
-"""What a forward reads and changes beside arguments, weights and torch's random numbers: attributes of modules, the
-objects and containers that they refer to, and generators.
+"""The state that a forward reads and changes, other than arguments, weights and torch's random numbers: attributes of
+modules, the objects and containers that they refer to, and generators.
 
-A layer that runs again reads its `ModuleState`, which is quick to note. A trace or a trial leaves no mark
-(`state_kept`), also in global names of the model's code and in all other objects.
+A layer that runs again reads its `ModuleState`, which is quick to note. `state_kept` undoes all changes of a trace or a
+trial, also in global names of the model's code and in all other objects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_KEPT_BYTES = 1 << 20
 """Copies of larger tensors are kept only if the forward has changed the tensor."""
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, deque, set))
 _PLAIN: set[type] = {bool, int, float, str, type(None)}
-"""Types of which a reference is enough, as far as they are known."""
+"""Known types of which only a reference is noted."""
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -52,28 +52,28 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
     ),
     np.random.BitGenerator: (lambda own: own.state, lambda own, state: setattr(own, "state", state)),
 }
-"""By type of random generator, functions that read and write its state."""
+"""Maps a type of random generator to functions that read and write its state."""
 _MOST_OBJECTS = 1_000_000
-"""Objects that are looked at, nearest to the model first. A module may refer to a whole data set."""
+"""Maximum number of objects that are visited, nearest to the model first. A module may refer to a whole data set."""
 _MOST_COPIED_BYTES = 256 << 20
-"""Bytes of tensors and arrays that are copied. Larger ones are not put back."""
+"""Maximum number of bytes of tensors and arrays that are copied. Others are not restored."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = frozenset({"hf_lohan", "numpy", "torch", *sys.stdlib_module_names} - {"argparse", "collections", "types"})
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not visited."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders of libraries. Functions in them are not looked into, because libraries keep no state of a model."""
+"""Folders of libraries. Functions in them are not visited, because libraries keep no state of a model."""
 _LRU_CACHE: Any = type(functools.lru_cache(lambda: None))
 _MISSING = object()
 
 
 class _Noted(enum.Enum):
-    """What is noted of a value beside a reference to it."""
+    """The part of a value that is noted, in addition to a reference to the value."""
 
     CONTENTS = enum.auto()
     ATTRIBUTES = enum.auto()
-    """Of an object with settings, such as a model's config."""
+    """The attributes of an object with settings, such as a model's config."""
     ELEMENTS = enum.auto()
-    """Of a tensor that is no parameter and has no graph."""
+    """The elements of a tensor that is no parameter and has no graph."""
     RANDOM_STATE = enum.auto()
 
 
@@ -90,9 +90,9 @@ def _noted_of(kind: type) -> _Noted | None:
 
 
 class ModuleState:
-    """The state of a module and its children: attributes (also training flags, hooks and children), the contents of
-    lists, dicts and configs among them, buffers, and which parameters train. Also context variables and the attention
-    kernels that are allowed."""
+    """The state of a module and its children. It has attributes (including training flags, hooks and children), the
+    contents of lists, dicts and configs in them, buffers, the `requires_grad` of parameters, context variables, and the
+    attention kernels that are allowed."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -102,9 +102,9 @@ class ModuleState:
         self._empty: list[Any] = []
         """Empty containers."""
         self._tensors: dict[int, tuple[Tensor, int, Tensor | None]] = {}
-        """By id, a tensor, its version, and a copy."""
+        """Maps the id of a tensor to (tensor, its version, a copy or None)."""
         self._placed: dict[int, Tensor] = {}
-        """By id, what is in a tensor's place within `restored`."""
+        """Maps the id of a tensor to the tensor that replaces it within `restored`."""
         self._random_states: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
         """Functions that write and read the state of a generator, and the state."""
         with torch.no_grad():
@@ -177,8 +177,8 @@ class ModuleState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have modules read the noted state within this context. What they change in it is put back afterwards. Raises
-        ValueError if a large tensor was changed that the forward had not changed."""
+        """Have modules read the noted state within this context. Their changes are undone afterwards. Raises ValueError
+        if a large tensor, which the forward had not changed, was changed later."""
         with torch.no_grad():
             self._placed = {key: self._as_noted(key) for key in self._tensors}
         contents_now = [(container, container.copy()) for container, _ in self._contents]
@@ -218,7 +218,7 @@ class ModuleState:
         return tensor
 
     def changed_tensor(self) -> str | None:
-        """Return the name of a buffer that was changed within `restored`, or of another tensor. None if none was."""
+        """Return the name of a buffer or another tensor that was changed within `restored`, or None."""
         placed = {id(own): own for own in self._placed.values()}
         for name, buffer in self._root.named_buffers():
             if placed.pop(id(buffer), None) is None or self._is_changed(buffer):
@@ -235,7 +235,7 @@ class ModuleState:
 
 
 def _fill_all(all_contents: list[tuple[Any, Any]], tensors: Mapping[int, Tensor]) -> None:
-    """Have containers contain what they did. ``tensors``: by id of a tensor, the one to put in its place."""
+    """Restore the contents of containers. ``tensors`` maps the id of a tensor to the tensor that replaces it."""
     for container, contents in all_contents:
         values = contents.values() if isinstance(contents, dict) else contents
         if tensors and not tensors.keys().isdisjoint(map(id, values)):
@@ -245,7 +245,7 @@ def _fill_all(all_contents: list[tuple[Any, Any]], tensors: Mapping[int, Tensor]
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Have a container contain what it did, unless it does."""
+    """Restore the contents of a container if they have changed."""
     now, before = (c.values() if isinstance(c, dict) else c for c in (container, contents))
     are_same = len(now) == len(before) and all(map(operator.is_, now, before))
     if are_same and (not isinstance(container, dict) or list(container) == list(contents)):
@@ -276,8 +276,8 @@ class RandomNumbers:
 
 
 def repeatable(function: Callable[..., Any], layer: nn.Module | None, name: str) -> Callable[..., Any]:
-    """Return a function for torch's `checkpoint`. Its first call is the forward of a layer, and its later calls read
-    the state before it."""
+    """Return a function for torch's `checkpoint`. Its first call is the forward of a layer. Later calls read the state
+    before that forward."""
     state = None if layer is None else ModuleState(layer)
     has_run = False
 
@@ -299,8 +299,8 @@ def repeatable(function: Callable[..., Any], layer: nn.Module | None, name: str)
 def _other_computation(name: str, reason: str) -> ValueError:
     return ValueError(
         f"{name} computed something else when it ran again in backward than in its forward ({reason}), because it "
-        "reads something beside its arguments and the attributes of its modules that has changed; keep that until the "
-        "backward has run, or set activations: keep"
+        "reads values that are neither arguments nor attributes of its modules, and these have changed; change them "
+        "after the backward has run, or set activations: keep"
     )
 
 
@@ -308,11 +308,11 @@ def _other_computation(name: str, reason: str) -> ValueError:
 def state_kept(
     model: nn.Module, device: torch.device | None = None, *, spared: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Put back, at the end of the context, what the model's forwards have changed: attributes of modules, the contents
-    of containers, objects, tensors and random generators that they refer to, and the global names and class attributes
-    that the model's own code uses.
+    """Undo the changes of the model's forwards at the end of the context. These are changes of attributes of modules,
+    of the contents of containers, objects, tensors and random generators that they refer to, and of the global names
+    and class attributes that the model's own code uses.
 
-    Parameters are not put back, nor are ``spared`` tensors. ``device``: its default random generator is put back too.
+    Parameters and ``spared`` tensors are not restored. ``device``: its default random generator is restored too.
     Iterators, and state in other libraries, stay as the forwards left them.
     """
     with contextlib.ExitStack() as stack:
@@ -326,7 +326,7 @@ def state_kept(
 
 
 class _Keeper:
-    """Notes the state of objects, and has ``stack`` put it back."""
+    """Notes the state of objects. ``stack`` restores it at its end."""
 
     def __init__(self, stack: contextlib.ExitStack, spared: Iterable[Tensor]) -> None:
         self._stack = stack
@@ -334,7 +334,7 @@ class _Keeper:
         self._bytes_left = _MOST_COPIED_BYTES
 
     def keep(self, first: object) -> None:
-        """Note the state of an object and of all to which it refers."""
+        """Note the state of an object and of all objects to which it refers."""
         pending = deque([first])
         while pending and len(self._seen) < _MOST_OBJECTS:
             value = pending.popleft()
@@ -395,7 +395,7 @@ class _Keeper:
         return ()
 
     def _note_tensor(self, tensor: Tensor) -> Iterable[object]:
-        # Parameters and subclasses have values that are elsewhere, and a tensor of a graph is not written to.
+        # Values of parameters and subclasses are elsewhere, and a tensor of a graph is not written to.
         has_own_values = type(tensor) is Tensor and tensor.device.type != "meta" and not tensor.is_inference()
         if has_own_values and not tensor.requires_grad and self._may_copy(tensor.nbytes):
             self._stack.callback(_put_back_values, tensor, version_of(tensor), tensor.clone())
@@ -436,7 +436,7 @@ class _Keeper:
 
 
 def _is_opaque(value: object) -> bool:
-    """Return whether an object or function is of a package that is not looked into."""
+    """Return whether an object or function is of a package that is not visited."""
     owner = value if isinstance(value, FunctionType | type) else type(value)
     return not isinstance(value, nn.Module) and owner.__module__.partition(".")[0] in _OPAQUE
 
@@ -485,6 +485,6 @@ def _put_back_values(tensor: Tensor, version: int, values: Tensor) -> None:
 
 
 def _drop_new_results(cached: Any, before: Any) -> None:
-    """Forget all results of a cached function that has computed some since ``before``, because they may be fake."""
+    """Clear the cache of a function that has computed results since ``before``, because they may be fake tensors."""
     if cached.cache_info().misses != before.misses:
         cached.cache_clear()

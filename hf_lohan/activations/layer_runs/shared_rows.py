@@ -1,9 +1,9 @@
 """Runs layers on the tokens that one of several ranks has of each row.
 
-The keys and values of a layer go through memory that the ranks share. Each rank writes those of its tokens, waits until
-all have, and runs its chunks, which see the keys of earlier tokens on any rank. The backward does the same, and sums
-the gradients of all keys and values that its chunks see in float32. When all ranks have theirs, each adds the sums for
-its own tokens in the order of ranks, and runs them back through the layer's keys and values.
+The keys and values of a layer go through memory that the ranks share. Each rank writes the keys and values of its
+tokens, waits until all ranks have written theirs, and runs its chunks. The chunks see the keys of earlier tokens on any
+rank. The backward does the same, and sums the gradients of all seen keys and values in float32. When all ranks have
+their sums, each rank adds the sums for its own tokens in rank order, and runs the backward of its keys and values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_KEY_PLACES = 2
-"""Places for keys and values, which are used in turn: a rank may write those of the next layer while another still
-reads those of the layer before. It cannot be two layers ahead, because it waits for the others in each."""
+"""Number of places for keys and values, which are used in turn. A rank may write to one while another rank still reads
+the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
 
 
 class RowsOfRanks:
@@ -55,8 +55,8 @@ class RowsOfRanks:
 
 
 def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
-    """Return the bytes of memory that the ranks of one row share, for keys and values of ``numel`` elements together,
-    of ``itemsize`` bytes each."""
+    """Return the bytes of memory that the ranks of one row share. Keys and values together have ``numel`` elements of
+    ``itemsize`` bytes."""
     return _NUM_KEY_PLACES * _aligned(numel * itemsize) + num_ranks * _aligned(numel * torch.float32.itemsize)
 
 
@@ -72,12 +72,12 @@ class RowMemory:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
-        """Size of a place, and of a rank's sums. They never shrink, because a rank may still read from a place of an
-        earlier layer, which would begin elsewhere."""
+        """Size of a place, and of a rank's sums. They never shrink, because that would move the places, and a rank may
+        still read from a place of an earlier layer."""
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Note the size that the plan counts. A larger one is only logged."""
+        """Note the size that the plan counts. A larger size is only logged."""
         self._planned_bytes = num_bytes
 
     def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -102,7 +102,7 @@ class RowMemory:
         return split(start, dtype), sums
 
     def _allocate(self, num_bytes: int) -> None:
-        # The plan counts one piece of memory, so all ranks give up the smaller one first.
+        # The plan counts one allocation, so all ranks free the smaller one first.
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.links.barrier("the end of the smaller memory for keys and values")
         self._bytes = SharedRegion.create(self.links, num_bytes, "keys and values", self._device).bytes
@@ -168,7 +168,7 @@ class SharedKeys(ChunkKeys):
             total = self._sums[number]
             assert total is not None
             total[:, :, first_key : tokens.stop] += gradient
-        return None  # `own_gradients` has it when all ranks have their sums
+        return None  # `take_own` returns it when all ranks have their sums
 
     def share_sums(self) -> None:
         """Give the other ranks this rank's sums, and wait for theirs."""
@@ -181,7 +181,7 @@ class SharedKeys(ChunkKeys):
         self._memory.links.barrier(f"the gradients of the keys and values of {self._name}")
 
     def take_own(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and the values of the chunk that has run until its keys, and their gradients."""
+        """Return the keys and values of the chunk that has just run with ``only_keys``, and their gradients."""
         ((tokens, own),) = self._own.items()
         self._own.clear()
         found = []

@@ -23,10 +23,10 @@ from hf_lohan.huggingface.optimizers import OPTIM_NAMES, choose_optimizer, confi
 from hf_lohan.planning import MicroBatches
 from hf_lohan.report.run_data import STORE_FOLDER
 
-_PLACED = "places or shards the model, which offload streams to its device itself; leave it out"
-_PLANNED = "chooses which activations stay, which offload plans (activations in the section lohan); leave it out"
+_PLACED = "places or shards the model, but offload streams the model to its device itself; leave it out"
+_PLANNED = "chooses which activations stay, but offload plans this (activations in the section lohan); leave it out"
 _LEARNING_RATES = "gives some parameters their own learning rate, which is not supported here; leave it out"
-_READS_LATER = "computes with weights that it keeps until the backward, when they are not on the device; leave it out"
+_READS_LATER = "keeps weights until the backward, but by then they are not on the device; leave it out"
 _CHANGES = "changes weights or their modules within the run; leave it out"
 _FP16 = "needs loss scaling, which offload does not do; write bf16: true, or bf16: false for float32"
 _REFUSED = {
@@ -35,8 +35,8 @@ _REFUSED = {
     "process_reward_model": "trains a reward model; use the trainers of hf_lohan.trl for it",
     "load_in_8bit": "has bitsandbytes pack the base; write adapter: lora, and quantize: int8 in the section lohan",
     "quantize_moe_experts": "packs experts while they load; write quantize: nf4 in the section lohan for it",
-    "gptq": "is a format that offload does not decode; give the checkpoint from before it was quantized",
-    "use_onebitllms": "replaces the model's layers by those of a package; leave it out",
+    "gptq": "is a format that offload does not decode; give the checkpoint that is not quantized",
+    "use_onebitllms": "replaces the model's layers with layers of a package; leave it out",
     "use_ray": "has Ray start the training; start it with axolotl train",
     "reinit_weights": "starts from random weights; save such a model, and give its folder as base_model",
     "fix_untrained_tokens": "changes weights after they are in the store; leave it out",
@@ -44,7 +44,7 @@ _REFUSED = {
     "float16": _FP16,
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "device_map", "max_memory", "gpu_memory_limit"), _PLACED),
     **dict.fromkeys(("lora_on_cpu", "ple_cpu_offload", "qlora_sharded_model_loading"), _PLACED),
-    **dict.fromkeys(("activation_offloading", "layer_offloading"), "is what offload does as planned; leave it out"),
+    **dict.fromkeys(("activation_offloading", "layer_offloading"), "is done by offload, as planned; leave it out"),
     **dict.fromkeys(("selective_checkpointing", "tiled_mlp"), _PLANNED),
     **dict.fromkeys(("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups"), _LEARNING_RATES),
     **dict.fromkeys(("relora", "lisa_step_interval", "qat", "fp8", "flash_optimum"), _CHANGES),
@@ -52,33 +52,33 @@ _REFUSED = {
     **dict.fromkeys(("use_scattermoe", "use_sonicmoe"), _READS_LATER),
     **dict.fromkeys(("liger_fused_linear_cross_entropy", "cut_cross_entropy"), _READS_LATER),
 }
-"""Settings of axolotl that are not honoured under offload, and what to do."""
+"""Settings of axolotl that are refused under offload. Each text says why, and what to do."""
 _REFUSED_VALUES = {
     "bf16": (("full",), "casts the whole model, whose weights are in the store; write bf16: true"),
-    "gradient_checkpointing": (("offload", "offload_disk"), "is what offload does as planned; write true, or nothing"),
-    "nf4_backend": (("torchao",), "is not the NF4 of offload, which has the bits of bitsandbytes; leave it out"),
+    "gradient_checkpointing": (("offload", "offload_disk"), "is done by offload, as planned; write true, or nothing"),
+    "nf4_backend": (("torchao",), "is not the NF4 of offload, which equals that of bitsandbytes; leave it out"),
     "experts_implementation": (("scattermoe", "sonicmoe"), _READS_LATER),
 }
 _REFUSED_PLUGINS = {
     "cut_cross_entropy": _READS_LATER,
-    "grokfast": "changes gradients, which leave the device before it sees them; leave it out",
+    "grokfast": "changes gradients, but these leave the device before it sees them; leave it out",
     "llm_compressor": _CHANGES,
 }
-"""axolotl's own plugins that are not honoured under offload."""
+"""axolotl's own plugins that are refused under offload."""
 _ABOVE_ONE = (
     *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size"),
     *("dp_shard_size", "dp_replicate_size"),
 )
 _RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
-"""The end of a pattern of `unfrozen_parameters` that trains some rows of a weight, such as [5] or [:10]."""
+"""Matches the end of a pattern of `unfrozen_parameters` that trains only some rows of a weight: [5] or [:10]."""
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _ADAPTERS = (None, "", "lora", "qlora")
 _SET_BY_US = ("torch_dtype", "dtype", "device_map", "max_memory", "low_cpu_mem_usage", "quantization_config")
-"""Arguments with which axolotl loads a model, in place of which `from_pretrained` has its own."""
+"""Arguments of axolotl for loading a model that are dropped, because `from_pretrained` chooses these itself."""
 
 
 class LohanSection(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The section that the plugin adds to axolotl's configuration."""
 
     lohan: dict[str, Any] | str | None = Field(
         default=None, description="Train with the state on SSDs: 'lohan' (all automatic), a YAML file, or a table."
@@ -86,8 +86,7 @@ class LohanSection(BaseModel):
 
 
 class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
-    """Has axolotl train with offloading if its configuration has a section `lohan`. Without the section it does
-    nothing."""
+    """Lets axolotl train with offloading if its configuration has a section `lohan`, and otherwise does nothing."""
 
     _is_choosing = False
 
@@ -95,8 +94,8 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
         return f"{LohanSection.__module__}.{LohanSection.__qualname__}"
 
     def register(self, cfg: Any) -> None:
-        """Raise ConfigError for settings that are not allowed, before anything is loaded. ``cfg``: what the file says.
-        axolotl adds its own defaults later."""
+        """Raise ConfigError for settings that are not allowed, before anything is loaded. ``cfg`` has the content of
+        the file. axolotl adds its own defaults later."""
         if "lohan" in cfg and cfg["lohan"] in (None, True):  # `lohan:` with nothing below it
             cfg["lohan"] = "lohan"
         if settings_in(cfg) is None:
@@ -108,13 +107,13 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
         stream_models()
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Save the model. Each rank has a part of it, and after this axolotl saves on one rank alone."""
+        """Save the model on all ranks, because each has a part of it. axolotl itself would save on one rank only."""
         if engine_of(model) is not None and model.save_pretrained is not _do_nothing:
             model.save_pretrained(cfg.output_dir)
-            model.save_pretrained = _do_nothing  # axolotl calls this method once more
+            model.save_pretrained = _do_nothing  # axolotl calls this method again
 
     def get_trainer_cls(self, cfg: Any) -> type[Any] | None:
-        """Return the class that axolotl would choose, offloading."""
+        """Return the class that axolotl would choose, with offloading."""
         settings = settings_in(cfg)
         if settings is None or self._is_choosing:
             return None
@@ -126,13 +125,13 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def settings_in(cfg: Any) -> Any:
-    """Return the section `lohan` in plain types; None if there is none, and in commands that do not train."""
+    """Return the section `lohan` in plain types, or None if there is none, or if the command does not train."""
     is_training = not (cfg.get("merge_lora") or cfg.get("inference"))
     return _plain(cfg.get("lohan")) if is_training else None
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):  # of a class that has every name
+    if isinstance(value, Mapping):  # its class returns an attribute for every name
         return {name: _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
@@ -141,8 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_run(cfg: Any) -> None:
-    """Raise ConfigError for offload settings that are wrong, and for settings of axolotl that offload does not
-    honour."""
+    """Raise ConfigError for wrong offload settings, and for settings of axolotl that offload does not support."""
     settings = settings_in(cfg)
     if not isinstance(settings, str | dict):
         raise ConfigError(f"lohan: {settings!r} is no offload configuration; write lohan: lohan, a file or a table")
@@ -177,8 +175,8 @@ def _check_adapter(cfg: Any) -> None:
         raise ConfigError(f"adapter: {adapter} is not supported under offload; write adapter: lora or qlora")
     if cfg.get("load_in_4bit") and adapter != "qlora":
         raise ConfigError(
-            "load_in_4bit: True is for adapter: qlora; write that, or adapter: lora and quantize: nf4 in the section "
-            "lohan"
+            "load_in_4bit: True is for adapter: qlora; write adapter: qlora, or adapter: lora and quantize: nf4 in the "
+            "section lohan"
         )
     init = "loftq" if _loftq_of(cfg) else cfg.get("peft_init_lora_weights")
     if changes_the_base(init):
@@ -190,8 +188,8 @@ def _check_adapter(cfg: Any) -> None:
     parts = [pattern for pattern in patterns if _RANGE.search(str(pattern))]
     if parts:
         raise ConfigError(
-            f"unfrozen_parameters: {parts[0]} trains a part of a weight, and offload trains or freezes whole weights; "
-            "leave the range out"
+            f"unfrozen_parameters: {parts[0]} trains a part of a weight, but offload trains or freezes only whole "
+            "weights; leave the range out"
         )
 
 
@@ -200,14 +198,14 @@ def _loftq_of(cfg: Any) -> Any:
 
 
 def _name_of(value: Any) -> Any:
-    return getattr(value, "value", value)  # of an enumeration
+    return getattr(value, "value", value)  # the value may be a member of an enumeration
 
 
 # Loading.
 
 
 def stream_models() -> None:
-    """Have axolotl's loader stream the models of runs that offload. It loads the others as before."""
+    """Let axolotl's loader stream the models of runs that offload. It loads other models as before."""
     from axolotl.loaders import ModelLoader
 
     stock_load = ModelLoader.load
@@ -225,24 +223,24 @@ def stream_models() -> None:
 
 
 def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return what the `load` of an axolotl `ModelLoader` returns: the model, whose weights are in the store, and the
+    """Return the result of the `load` of an axolotl `ModelLoader`: the model, whose weights are in the store, and the
     configuration of its adapters.
 
-    The loader's own steps after the model is built (embeddings of the tokenizer's size, adapters, patches) run twice,
-    and so do the plugins': with a model on meta, which says what the store has to hold, and with the streamed model.
-    The steps before the model is built run once, and before both: plugins replace classes of layers in them.
+    Steps of the loader and of plugins after the model is built (resized embeddings, adapters, patches) run twice: with
+    a model on the meta device, which determines the content of the store, and with the streamed model. Steps before the
+    model is built run once, before both, because plugins replace classes of layers in these steps.
     """
     cfg = loader.cfg
-    if cfg.fp16 or cfg.float16:  # the file may say nothing, and this device may have no bfloat16
+    if cfg.fp16 or cfg.float16:  # axolotl may have set this, because the device has no bfloat16
         raise ConfigError(f"fp16: True {_FP16}")
     loader.patch_manager.apply_pre_model_load_patches()
-    cfg.device_map = None  # axolotl's own choice
+    cfg.device_map = None  # axolotl had chosen it
     loader._apply_pre_model_load_setup()
     loader.plugin_manager.pre_model_load(cfg)
     loader.patch_manager.apply_post_plugin_pre_model_load_patches()
     loader.patch_manager.apply_pre_model_load_patches = loader._apply_pre_model_load_setup = _do_nothing
     loader.patch_manager.apply_post_plugin_pre_model_load_patches = _do_nothing
-    # The store decides about dtypes, and needs no preparation for packed weights.
+    # The store chooses dtypes. Packed weights need no preparation.
     loader._convert_embedding_modules_dtype = loader._prepare_model_for_quantization = _do_nothing
     adapters: Any = None
 
@@ -284,7 +282,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _take(loader: Any, base: Any) -> bool:
-    """Take the place of a loader's `_build_model`. Returns that the model must not be moved to its device."""
+    """Replace a loader's `_build_model`. Return True, so that the loader does not move the model to its device."""
     setattr(loader, "model", base)  # noqa: B010 - an attribute of axolotl
     return True
 
@@ -300,7 +298,7 @@ def _unchanged_random_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared_plugins(plugins: Any) -> Iterator[None]:
-    """Within, the plugins are not called to prepare the loading of a model, because they have done so."""
+    """In this context, the hook `pre_model_load` of plugins is not called, because it has already run."""
     plugins.pre_model_load = _do_nothing
     try:
         yield
@@ -309,7 +307,7 @@ def _prepared_plugins(plugins: Any) -> Iterator[None]:
 
 
 def _freeze(model: Any, cfg: Any) -> None:
-    """Freeze parameters as axolotl will, so that the store needs no optimizer states for them."""
+    """Freeze the parameters that axolotl will freeze later, so that the store needs no optimizer states for them."""
     from axolotl.utils.freeze import freeze_layers_except, freeze_mm_modules
 
     if cfg.unfrozen_parameters:
@@ -325,14 +323,14 @@ def _class_of(loader: Any) -> Any:
 
 
 def _quantization_of(loader: Any) -> Any:
-    """Return how the base is to be packed; None if nobody asks for it, or if the checkpoint says it."""
+    """Return the quantization config for the base. None if none is set, or if the checkpoint is already quantized."""
     if getattr(loader.model_config, "quantization_config", None) is not None:
         return None
     return loader.model_kwargs.get("quantization_config")
 
 
 def _optimizer_of(cfg: Any, config: OffloadConfig) -> tuple[OffloadConfig, Any]:
-    """Return the settings and the optimizer of a run. The name of an optimizer may mean moments in 8 bits."""
+    """Return the settings and the optimizer of a run. Some names of optimizers mean 8-bit moments, as a setting."""
     given = cfg.optim_args
     if isinstance(given, Mapping):
         given = ",".join(f"{name}={value}" for name, value in given.items())
@@ -345,7 +343,7 @@ def _optimizer_of(cfg: Any, config: OffloadConfig) -> tuple[OffloadConfig, Any]:
 
 
 def _stock_class(cfg: Any) -> type[Any]:
-    """Return the class that axolotl's builder chooses, which asks the plugins first."""
+    """Return the class that axolotl's builder chooses. The builder asks the plugins first."""
     from axolotl.core.builders import HFCausalTrainerBuilder
 
     builder = HFCausalTrainerBuilder.__new__(HFCausalTrainerBuilder)
@@ -355,10 +353,10 @@ def _stock_class(cfg: Any) -> type[Any]:
 
 
 def offloading(stock: type[Any], settings: Any) -> type[Any]:
-    """Return a class of axolotl's trainer ``stock`` that offloads with ``settings``."""
+    """Return a subclass of axolotl's trainer ``stock`` that offloads with ``settings``."""
 
     class StockGroups(stock):  # type: ignore[misc]
-        """Groups parameters as axolotl does for an optimizer that has a name in transformers."""
+        """Groups parameters as axolotl does if transformers has a name for the optimizer."""
 
         def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
             return transformers.Trainer.create_optimizer(self, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Embeddings of which only the rows of a batch come to the device (`embedding: rows`).
 
-It keeps a large vocabulary off the device. Each forward waits for reads of rows, and with several ranks for those of
-the other ranks, so it is off by default. The core lays out the table and updates its rows, and this annex loads them.
+It keeps a large vocabulary off the device. Each forward waits until this rank and all other ranks have read rows, so it
+is off by default. The core lays out the table and updates its rows, and this annex loads them.
 """
 
 from hf_lohan.annexes.embedding_rows.row_loads import open_rows

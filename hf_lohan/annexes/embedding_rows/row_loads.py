@@ -1,8 +1,8 @@
 """Loads rows of a table of embeddings to the device. The table itself stays in the store.
 
-With several ranks each rank reads the rows of its own shard for all, in rounds on a thread of its own
-(`ranks.transport.rounds`). This needs no computing thread: it waits for the rank's drive, and for updates, which need
-only gradients that all ranks have published. So a wait for rows always ends.
+With several ranks, each rank reads rows of its own shard for all ranks, in rounds on a separate thread
+(`ranks.transport.rounds`). This thread waits only for the rank's drive and for updates. Updates need only gradients
+that all ranks have published. So the thread does not wait for the computing thread, and a wait for rows always ends.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hf_lohan.weights import RowLoads
 from hf_lohan.weights.shared_source import Changes, StaleError, stale_error
 
 _HEAD = struct.Struct("<qqB")
-"""Period, number of wanted rows or -1, and whether the rank has closed."""
+"""Number of weight changes so far (period), number of wanted rows (-1 for none), and whether the rank has closed."""
 
 
 def open_rows(
     layout: OffloadLayout, device: Device, store: RowReader, updates: SettledUpdates, links: Links, changes: Changes
 ) -> EmbeddingRows:
-    """Return what loads the rows of the layout's table. All ranks call this together. ``changes`` knows which blocks
-    have new weights."""
+    """Return the `EmbeddingRows` of the layout's table. All ranks call this together. ``changes`` counts the changes of
+    weights."""
     table = layout.model_blocks.table
     assert table is not None
 
@@ -61,7 +61,7 @@ class RowReader(Protocol):
 
 
 class SettledUpdates(Protocol):
-    """The updates that readers of a block wait for."""
+    """Lets readers of a block wait for its updates."""
 
     def settle(self, block: Block) -> None: ...
 
@@ -81,11 +81,11 @@ class RowSource(Protocol):
 
 
 class OwnRows:
-    """Reads rows of this process's store, or of its shard of the table. A row comes from an update that is not written
-    yet, from the record's copy in RAM, or from the SSD, where only the granules that have needed rows are read."""
+    """Reads rows from this rank's store, which has the table or a shard of it. A row comes from an update that is not
+    written yet, from the copy of the record in RAM, or from the SSD. Only granules with requested rows are read."""
 
     def __init__(self, table: Block, rank: int, store: RowReader, updates: SettledUpdates, granules: Tensor) -> None:
-        """``granules``: page-aligned memory for those that are read, uint8."""
+        """``granules``: page-aligned memory for granules that are read, uint8."""
         self.table = table
         self.rank = rank
         self._part = table.slices[0]
@@ -99,7 +99,7 @@ class OwnRows:
         return self._part.shape[1]
 
     def elements_of(self, rank: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of the table that a rank has."""
+        """Return the range of the table's elements [start, stop) in the shard of a rank."""
         start, stop = (min(edge, self._part.stop) for edge in self.table.rank_ranges[rank])
         return start - self._part.start, stop - self._part.start
 
@@ -107,8 +107,8 @@ class OwnRows:
         self._updates.settle(self.table)
 
     def fill(self, ids: RowIds, out: Tensor) -> None:
-        """Fill ``out`` with the elements of the rows that this rank has, one row after the other. Raises StaleError if
-        an update of them is outstanding, and the store's errors."""
+        """Fill ``out`` with this rank's elements of the rows, row by row. Raises StaleError if an update of these rows
+        is outstanding, and the errors of the store."""
         first, last = self.elements_of(self.rank)
         flat, place = out.view(-1), 0
         missing: list[tuple[int, Tensor]] = []
@@ -146,12 +146,12 @@ class _Request:
 
 
 class ShardedRows(Rounds):
-    """Reads rows of a table of which each rank has a shard, together with all other ranks. In a round each rank says
-    how many rows it wants, and then all serve one rank after the other: it tells the numbers of its rows, and each rank
-    sends the elements of its shard."""
+    """Reads rows together with all other ranks, if each rank has a shard of the table. In a round each rank says how
+    many rows it wants. Then requests are served in rank order: the requesting rank sends the indices of its rows, and
+    each rank sends back the elements in its own shard."""
 
     def __init__(self, own: OwnRows, links: Links, changes: Changes, sent: Tensor) -> None:
-        """All ranks make this together. ``sent``: memory for rows that are sent, uint8."""
+        """All ranks create this together. ``sent``: memory for rows that are sent, uint8."""
         super().__init__(links, links.open("rows", carries="tokens"), beside_kernels=False)
         self._own = own
         self._changes = changes
@@ -165,7 +165,7 @@ class ShardedRows(Rounds):
     def fill(self, ids: RowIds, out: Tensor) -> None:
         """Fill ``out`` [len(ids), width]."""
         with self._links.watch.waiting(self._lane.name), self.lock:
-            # After an interrupt, an earlier request may still write to the memory.
+            # After an interrupt, an earlier request may still be writing to its memory.
             self.changed.wait_for(lambda: self._request is None or self._error is not None)
             request = self._request = _Request(ids, out, self._changes.num_changes)
             self.changed.notify_all()
@@ -177,7 +177,7 @@ class ShardedRows(Rounds):
     # Rounds.
 
     def advance(self) -> None:
-        """Do nothing, because a rank has rows only when they are wanted."""
+        """Do nothing, because rows are read only on request."""
 
     def head(self) -> bytes:
         request = self._request
@@ -185,7 +185,7 @@ class ShardedRows(Rounds):
         return _HEAD.pack(period, -1 if request is None else len(request.ids), self.is_closed)
 
     def is_waiting(self) -> bool:
-        return True  # serving does not delay this rank
+        return True  # serving other ranks does not delay this rank
 
     def is_between_passes(self) -> bool:
         return True
@@ -199,10 +199,10 @@ class ShardedRows(Rounds):
         return not all(is_closed for *_, is_closed in told)
 
     def break_off(self, error: BaseException) -> None:
-        """`fill` raises it."""
+        """Let `fill` raise ``error``."""
 
     def _serve(self, rank: int, num_ids: int, period: int) -> None:
-        """Send rows of this rank's shard to rank ``rank``, which may be this one."""
+        """Send rows of this rank's shard to rank ``rank``, which may be this rank itself."""
         own, lane, request = self._own, self._lane, self._request if rank == self._own.rank else None
         what, itemsize = f"rows of {own.table.name}", own.table.master.working_dtype.itemsize
         ids = torch.empty(num_ids, dtype=torch.int64)
@@ -244,11 +244,11 @@ class ShardedRows(Rounds):
         return self._sent[:num_bytes] if num_bytes <= self._sent.numel() else torch.empty(num_bytes, dtype=torch.uint8)
 
     def _fill(self, ids: RowIds, rows: Tensor, period: int) -> None:
-        """Fill ``rows`` with the weights of a period. A read that fails is repeated once, because an update may have
-        written meanwhile."""
+        """Fill ``rows`` with the weights as they are after ``period`` changes. A failed read is repeated once, because
+        an update may have written meanwhile."""
         own = self._own
         of_shard, _ = rows_between(ids, own.width, *own.elements_of(own.rank))
-        self._refuse_stale(period)  # before the wait, because updates of the first step need a commit of all ranks
+        self._refuse_stale(period)  # must precede the wait: updates of the first step wait for a commit of all ranks
         for is_last in (False, True):
             try:
                 self.settle()
@@ -268,7 +268,7 @@ class EmbeddingRows(RowLoads):
     """Brings the rows of a batch's tokens to the device."""
 
     def __init__(self, device: Device, source: RowSource, landing: Tensor | None) -> None:
-        """``landing``: host memory for rows on their way to the device; None if they need none."""
+        """``landing``: host memory from which rows are copied to the device. None if the device uses host memory."""
         self._device = device
         self._source = source
         self._landing = landing
@@ -285,7 +285,7 @@ class EmbeddingRows(RowLoads):
             return F.embedding(inverse, rows)
         padding = -1
         if padding_idx is not None:
-            # Without a row for padding, an index beyond all rows has torch take the same kernel as with one.
+            # If no row is the padding row, an index beyond all rows makes torch use the same kernel as with padding.
             found = (needed == padding_idx % part.shape[0]).nonzero()
             padding = int(found[0]) if len(found) else len(needed)
         output: Tensor = _Embedding.apply(leaf, rows, needed, inverse, padding)  # type: ignore[no-untyped-call]
@@ -297,7 +297,7 @@ class EmbeddingRows(RowLoads):
         num_rows, width = part.shape
         if len(ids) and not 0 <= ids[0] <= ids[-1] < num_rows:
             raise IndexError(
-                f"index out of range in self: {part.name} has {num_rows} rows, and a token has the number "
+                f"index out of range in self: {part.name} has {num_rows} rows, and a token has the index "
                 f"{ids[-1] if ids[0] >= 0 else ids[0]}"
             )
         device, dtype = self._device, block.master.working_dtype
@@ -313,7 +313,7 @@ class EmbeddingRows(RowLoads):
         return rows
 
     def _copy(self, ids: RowIds, rows: Tensor, landing: Tensor) -> None:
-        """Copy rows to the device, as many at a time as the landing has room for."""
+        """Copy rows to the device, as many at a time as fit ``landing``."""
         width = rows.shape[1]
         at_once = landing.numel() // width
         for first in range(0, len(ids), at_once):
@@ -328,25 +328,25 @@ class EmbeddingRows(RowLoads):
             self._device.wait(Lane.COMPUTE, self._copied)
 
     def close(self) -> None:
-        """Give no more rows to other ranks."""
+        """Stop serving rows to other ranks."""
         self._source.close()
 
 
 class _GranuleBatch:
-    """Granules that are read together for the rows in them."""
+    """Granules that are read together, and the rows that are copied from them."""
 
     def __init__(self, block: Block, store: RowReader, memory: Tensor) -> None:
-        """``memory``: page-aligned, in the block's dtype."""
+        """``memory``: page-aligned memory for granules, in the block's dtype."""
         self._block = block
         self._store = store
         self._memory = memory
         self._room = memory.numel() // block.granule_numel
         self._granules: list[int] = []
         self._parts: list[tuple[int, Tensor]] = []
-        """First element in the memory, and where it goes."""
+        """(index of the first element in the memory, tensor to which elements are copied)."""
 
     def add(self, start: int, out: Tensor) -> None:
-        """Read the record's elements from ``start`` on to ``out``, now or later. Calls come in the record's order."""
+        """Read elements of the record to ``out``, beginning with element ``start``, now or later. ``start`` ascends."""
         granule_numel, done = self._block.granule_numel, 0
         while done < out.numel():
             granule, within = divmod(start + done, granule_numel)
@@ -360,7 +360,7 @@ class _GranuleBatch:
             done += numel
 
     def read(self) -> None:
-        """Read and verify the granules, and copy what was asked for."""
+        """Read and verify the granules, and copy the requested elements."""
         granule_numel, reads = self._block.granule_numel, list[RecordRead]()
         try:
             for first, stop in _runs(np.array(self._granules, np.int64)):
@@ -371,7 +371,7 @@ class _GranuleBatch:
             for read in reads:
                 read.wait()
         except BaseException:
-            for read in reads:  # other reads still write to the memory
+            for read in reads:  # wait, because other reads still write to the memory
                 with contextlib.suppress(Exception):
                     read.wait_for_bytes()
             raise
@@ -381,7 +381,7 @@ class _GranuleBatch:
 
 
 def _runs(numbers: RowIds) -> Iterator[tuple[int, int]]:
-    """Yield the [start, stop) indices of runs of consecutive numbers."""
+    """Yield the index ranges [start, stop) of runs of consecutive numbers."""
     edges = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
     for start, stop in pairwise(edges):
         if start < stop:
@@ -389,11 +389,11 @@ def _runs(numbers: RowIds) -> Iterator[tuple[int, int]]:
 
 
 class _Embedding(torch.autograd.Function):
-    """`F.embedding` of rows, whose gradient is that of the table."""
+    """`F.embedding` over the loaded rows. Its backward returns the gradient of the table."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor, ids: Tensor, inverse: Tensor, padding: int) -> Tensor:
-        """``ids``: numbers of the rows, on the host. ``padding``: the index of the row without a gradient."""
+        """``ids``: indices of the rows in the table, on the host. ``padding``: index in ``rows`` without a gradient."""
         ctx.save_for_backward(ids, inverse)
         ctx.table_shape, ctx.padding_idx = table.shape, padding
         return F.embedding(inverse, rows)

@@ -1,8 +1,8 @@
-"""GPUDirect Storage: weights and swapped activations go between drives and device memory past host memory.
+"""GPUDirect Storage: weights and swapped activations move between drives and device memory without host memory.
 
-It saves the copies through RAM and the CPU's checksums, if a trial shows that it is faster here. It has only run on a
-double of NVIDIA's library. It costs a trial of some seconds in a process of its own, 256 MiB of device memory
-meanwhile, and pinned device memory. `cufile` calls the library, `trials` decides, and `xxh3` hashes on the device.
+If a trial shows that it is faster here, it avoids copies through RAM and checksums on the CPU. It has only been tested
+with a fake of NVIDIA's library. A trial takes some seconds in a separate process, and 256 MiB of device memory. A run
+needs pinned device memory. `cufile` calls the library, `trials` decides, and `xxh3` hashes on the device.
 """
 
 from hf_lohan.annexes.gpu_direct.trials import open_direct_io, uses_direct_io, why_not

@@ -1,7 +1,7 @@
-"""GPUDirect Storage: reads and writes between files and device memory, past host memory.
+"""GPUDirect Storage: reads and writes between files and device memory, without host memory.
 
-`CuFileLibrary` calls NVIDIA's libcufile, and `KvikioLibrary` is a second door to it. `CuFileBackend` is a `FileBackend`
-over either. Compatibility mode, in which libcufile copies through host memory itself, is forbidden.
+`CuFileLibrary` calls NVIDIA's libcufile directly, and `KvikioLibrary` calls it through kvikio. `CuFileBackend` is a
+`FileBackend` that uses one of them. Compatibility mode, in which libcufile copies through host memory, is forbidden.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ ERROR_TEXTS: Mapping[int, str] = {
     5049: "compatibility mode is off",
     5050: "libcufile failed",
 }
-"""What libcufile's error numbers mean."""
+"""Meaning of each error number of libcufile."""
 
 
 def error_text(call: str, code: int, cuda_code: int = 0) -> str:
-    """Return a clause on a call that failed with one of libcufile's error numbers."""
+    """Return a clause for an error: the call ``call`` of libcufile failed with the number ``code``."""
     text = ERROR_TEXTS.get(code, "the number is not known")
     of_cuda = f", CUDA error {cuda_code}" if code == _CUDA_ERROR else ""
     return f"{call} failed with {code} ({text}{of_cuda})"
@@ -126,12 +126,12 @@ class DirectLibrary(Protocol):
     def forget_file(self, handle: Any) -> None: ...
 
     def register_memory(self, address: int, num_bytes: int) -> None:
-        """Pin an allocation for direct transfers. Memory that is not registered is copied once more on the device."""
+        """Pin an allocation for direct transfers. Without this, data are copied once more on the device."""
 
     def forget_memory(self, address: int) -> None: ...
 
     def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
-        """Fill ``span`` from ``offset`` in the file. Returns the number of bytes, which may be smaller."""
+        """Read from ``offset`` in the file to ``span``. Returns the number of bytes read, which may be smaller."""
 
     def write(self, handle: Any, span: DeviceSpan, offset: int) -> int: ...
 
@@ -139,8 +139,8 @@ class DirectLibrary(Protocol):
 
 
 class CuFileLibrary:
-    """The eight calls of libcufile, which comes with torch's CUDA wheels. The driver is open until `close`. The GIL is
-    free during calls."""
+    """Calls eight functions of libcufile, which torch's CUDA wheels install. The driver is open until `close`. Calls
+    release the GIL."""
 
     def __init__(self, functions: Any = None) -> None:
         """``functions``: an object with libcufile's functions, such as a test double. Raises `DeviceIoError` if the
@@ -190,7 +190,7 @@ class CuFileLibrary:
 
 
 def _load() -> Any:
-    """Load libcufile, which torch has loaded already if it was built for CUDA."""
+    """Load libcufile. A torch that was built for CUDA has loaded it already."""
     refused = ""
     for path in (_LIBRARY, *_installed_libraries()):
         try:
@@ -212,21 +212,21 @@ def _installed_libraries() -> list[str]:
 
 @contextmanager
 def _settings_without_compatibility() -> Iterator[None]:
-    """In this context, libcufile reads the user's settings, changed so that compatibility mode is forbidden and p2pdma
-    allowed. Raises `DeviceIoError` if the user's file cannot be read."""
+    """In this context, libcufile reads a copy of the user's settings that forbids compatibility mode and allows p2pdma.
+    Raises `DeviceIoError` if the user's file cannot be read."""
     path = os.environ.get(_SETTINGS)
     settings: dict[str, Any] = {}
     if path:
         try:
             with open(path, encoding="utf-8") as file:
-                # libcufile's own example has comments in lines of their own.
+                # The file may have comment lines, as libcufile's example has.
                 lines = [line for line in file if not line.lstrip().startswith("//")]
             settings = json.loads("".join(lines))
         except (OSError, ValueError) as error:
             raise DeviceIoError(errno.EINVAL, f"{_SETTINGS} names {path}, which cannot be read ({error})") from error
     settings.setdefault("properties", {}).update(allow_compat_mode=False, use_pci_p2pdma=True)
     with tempfile.TemporaryDirectory(prefix="lohan-cufile-") as folder:
-        settings.setdefault("logging", {}).setdefault("dir", folder)  # else it is the working directory
+        settings.setdefault("logging", {}).setdefault("dir", folder)  # the default is the working directory
         changed = os.path.join(folder, "cufile.json")
         with open(changed, "w", encoding="utf-8") as file:
             json.dump(settings, file)
@@ -240,8 +240,8 @@ def _settings_without_compatibility() -> Iterator[None]:
 
 
 class KvikioLibrary:
-    """The same transfers through kvikio. It waits for the device's default stream on every call, so `CuFileLibrary` is
-    preferred. It refuses compatibility mode too."""
+    """Makes the same transfers through kvikio. kvikio waits for the device's default stream on every call, so
+    `CuFileLibrary` is preferred. Compatibility mode is refused too."""
 
     def __init__(self, *, allows_host_copies: bool = False) -> None:
         """``allows_host_copies``: use kvikio's compatibility mode, for tests without a driver."""
@@ -277,11 +277,11 @@ class KvikioLibrary:
             return int(handle.raw_write(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
 
     def close(self) -> None:
-        """kvikio closes the driver when the process ends."""
+        """Do nothing, because kvikio closes the driver when the process ends."""
 
 
 class _CudaArray:
-    """Device memory as kvikio takes it."""
+    """Device memory with the interface that kvikio needs."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -312,8 +312,8 @@ def open_direct_library() -> DirectLibrary:
 
 
 class CuFileBackend(FileBackend):
-    """Moves device memory with a `DirectLibrary`, and host memory with system calls. Spans of device memory begin and
-    end at whole sectors of the file. A file is registered at its first transfer of device memory."""
+    """Transfers device memory with a `DirectLibrary`, and host memory with system calls. Transfers of device memory
+    begin and end at whole sectors of the file. A file is registered at its first transfer of device memory."""
 
     def __init__(
         self, library: DirectLibrary, enter_thread: Callable[[], object] = lambda: None, host: FileBackend | None = None
@@ -370,8 +370,8 @@ class CuFileBackend(FileBackend):
         self._host.set_buffered(fd)
 
     def register_memory(self, address: int, num_bytes: int) -> bool:
-        """Pin an allocation that many transfers use, until `close_library`. Returns False if that is refused; then its
-        bytes are copied once more on the device."""
+        """Pin an allocation until `close_library`, because many transfers use it. Returns False if this is refused.
+        Then data are copied once more on the device."""
         try:
             self._library.register_memory(address, num_bytes)
         except DeviceIoError:
@@ -386,13 +386,13 @@ class CuFileBackend(FileBackend):
                 self._library.forget_memory(self._memory.pop())
 
     def close_library(self) -> None:
-        """Unpin all memory and close the driver. All files are closed. Does nothing in a forked process, which must not
-        use libcufile."""
+        """Unpin all memory and close the driver. All files must be closed. Does nothing in a forked process, because
+        that must not use libcufile."""
         if not self._owner.is_here:
             return
         assert not self._handles, "a file is open"
         self.forget_memory()
-        with suppress(DeviceIoError):  # the process keeps it open, which harms nobody
+        with suppress(DeviceIoError):  # the driver may stay open without harm until the process ends
             self._library.close()
 
     def _move(self, call: Callable[[Any, DeviceSpan, int], int], fd: int, offset: int, span: DeviceSpan) -> int:
@@ -405,7 +405,7 @@ class CuFileBackend(FileBackend):
         except DeviceIoError as error:
             if error.errno in NO_ROOM:
                 raise
-            # EINVAL would be taken for a file system that refuses O_DIRECT.
+            # Not EINVAL, because the caller takes that for a file system without O_DIRECT.
             raise DeviceIoError(errno.EIO, error.text) from error
         if not 0 <= moved_bytes <= span.nbytes:
             raise DeviceIoError(errno.EIO, f"libcufile says that it moved {moved_bytes} of {span.nbytes} bytes")

@@ -1,8 +1,8 @@
-"""Decides whether device memory goes straight to the drives (GPUDirect Storage), by a trial in a process of its own.
+"""Decides by a trial whether a run uses GPUDirect Storage between drives and device memory.
 
-NVIDIA's library must not be used before a fork and may end the process that loads it, so the trial runs in a child:
-``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode, writes 256 MiB to each
-folder from the device, reads them back, compares them, and measures the way through host memory as well. It also
+NVIDIA's library must not be used before a fork, and may end the process that loads it. So the trial runs in a child
+process: ``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode. It writes 256 MiB
+from the device to each folder, reads them back and compares them. It also measures transfers through host memory, and
 compares the device's checksums with those of the CPU.
 """
 
@@ -51,7 +51,7 @@ _P2P_MEMORY = "/sys/bus/pci/devices"
 
 @dataclass(frozen=True, slots=True)
 class TrialRates:
-    """One way between device and drive, in one folder: the median of some turns. Both ways include checksums."""
+    """Median rates of direct transfers, or of transfers through host memory, in one folder, with checksums."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -61,11 +61,11 @@ class TrialRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuDirectTrial:
-    """What the trial found in one folder."""
+    """The result of the trial in one folder."""
 
     folder: str
     problem: str = ""
-    """Why it failed; "" if it worked."""
+    """Why the trial failed, or ""."""
     mechanism: str = ""
     """"nvidia-fs" or "p2pdma"."""
     direct: TrialRates | None = None
@@ -92,7 +92,7 @@ class GpuDirectTrial:
 
 @dataclass(frozen=True)
 class CuFileIo(DirectIo):
-    """Moves device memory straight to and from the drives."""
+    """Transfers device memory directly to and from the drives."""
 
     backend: CuFileBackend = field(kw_only=True)
 
@@ -104,7 +104,7 @@ class CuFileIo(DirectIo):
         ]
         if refused:
             logger.info(
-                "%d slots cannot be pinned for GPUDirect, so they are copied once more on the device", len(refused)
+                "%d slots cannot be pinned for GPUDirect, so weights are copied once more on the device", len(refused)
             )
 
     def close(self) -> None:
@@ -112,13 +112,13 @@ class CuFileIo(DirectIo):
 
 
 def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
-    """Return whether a run opens GPUDirect Storage, as `open_direct_io` does. A trial may be made for it."""
+    """Return whether `open_direct_io` would open GPUDirect Storage. This may run a trial."""
     return _trials_if_used(config, device) is not None
 
 
 def open_direct_io(config: ResolvedConfig, device: Device) -> CuFileIo | None:
-    """Open GPUDirect Storage if ``config.gpu_direct`` asks for it or allows it and a trial was faster. ``config`` is
-    resolved. Raises ConfigError if it is true and the machine cannot."""
+    """Open GPUDirect Storage if ``config.gpu_direct`` is true, or if it is "auto" and a trial was faster. Raises
+    ConfigError if it is true and the machine does not support it."""
     wanted, trials = config.gpu_direct, _trials_if_used(config, device)
     if trials is None:
         return None
@@ -130,12 +130,12 @@ def open_direct_io(config: ResolvedConfig, device: Device) -> CuFileIo | None:
         logger.warning("GPUDirect Storage is not used, although its trial worked, because %s", error.text)
         return None
     for trial in trials:
-        logger.info("weights and activations go past host memory to %s: %s", trial.folder, trial)
+        logger.info("weights and activations move to %s without host memory: %s", trial.folder, trial)
     return CuFileIo(hasher=hasher_for(device), backend=CuFileBackend(library, device.enter_thread))
 
 
 def _trials_if_used(config: ResolvedConfig, device: Device) -> tuple[GpuDirectTrial, ...] | None:
-    """Return the trials after which GPUDirect Storage is used; None if it is not used."""
+    """Return the trials if GPUDirect Storage is used, and None otherwise."""
     wanted = config.gpu_direct
     if wanted is False:
         return None
@@ -158,7 +158,7 @@ def why_not(
     device: Device, folders: Sequence[str], *, tries_anyway: bool = False
 ) -> tuple[str, tuple[GpuDirectTrial, ...]]:
     """Return why GPUDirect Storage cannot be used for these folders ("" if it can), and the trials. ``tries_anyway``:
-    make the trial even if the machine looks as if it cannot."""
+    run the trial even on a machine that does not seem to support it."""
     if device.torch_device.type == "cpu":
         return "there is no GPU", ()
     name = str(device.describe()["name"])
@@ -172,7 +172,7 @@ def why_not(
 
 
 def _looks_impossible(name: str) -> str:
-    """Return why the trial would fail, without making it, or ""."""
+    """Return why a trial would fail, or "" if this is not known without a trial."""
     if "geforce" in name.lower():
         return f"NVIDIA's drivers have no GPUDirect Storage for a GeForce ({name})"
     if not os.path.exists(_NVIDIA_FS) and not _has_p2pdma():
@@ -185,7 +185,7 @@ def _of_geforce(name: str) -> str:
 
 
 def _has_p2pdma() -> bool:
-    """Return whether a PCI device offers memory to others. The GPU's driver does, if it supports p2pdma."""
+    """Return whether a PCI device offers memory to other devices. The GPU's driver offers it if it supports p2pdma."""
     try:
         devices = os.listdir(_P2P_MEMORY)
     except OSError:
@@ -195,7 +195,7 @@ def _has_p2pdma() -> bool:
 
 @cache
 def _trials(device_index: int, folders: tuple[str, ...]) -> tuple[GpuDirectTrial, ...]:
-    """Make the trial in a child process, once in this process."""
+    """Run the trial in a child process. This process keeps the result."""
     command = [sys.executable, "-m", "hf_lohan.annexes.gpu_direct", str(device_index), *folders]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -222,14 +222,14 @@ def _trial_of(entry: dict[str, object]) -> GpuDirectTrial:
 
 
 def hasher_for(device: Device) -> DeviceHasher:
-    """Return what hashes this device's memory. Imports Triton, if it is installed."""
+    """Return the hasher for the memory of this device. Imports Triton, if it is installed."""
     from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
 
     return Xxh3Hasher(device)
 
 
 def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: int = TRIAL_BYTES) -> GpuDirectTrial:
-    """Write and read ``num_bytes`` in ``folder`` in both ways, and compare what was read."""
+    """Write and read ``num_bytes`` in ``folder``, directly and through host memory, and compare the bytes."""
     hasher = hasher_for(device)
     engine = IoEngine(_NUM_THREADS, _PIECE_BYTES, 2 * num_bytes, backend)
     memory, landing = device.empty(num_bytes), device.empty(num_bytes)
@@ -282,7 +282,7 @@ def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: i
 
 
 def _mechanism(*, has_counted: bool) -> str:
-    """Return what moved the bytes. Compatibility mode is forbidden, so without nvidia-fs it was p2pdma."""
+    """Return the mechanism that moved the bytes. Compatibility mode is forbidden, so without nvidia-fs it is p2pdma."""
     if has_counted:
         return "nvidia-fs"
     return "p2pdma" if not os.path.exists(_NVIDIA_FS) else "p2pdma, or nvidia-fs without statistics"
@@ -311,7 +311,7 @@ def _one_turn(
     way("read")
     ended_s, cpu_s = time.perf_counter(), time.process_time() - began_cpu_s
     if not torch.equal(memory, landing):
-        raise RuntimeError("other bytes were read than had been written")
+        raise RuntimeError("the bytes that were read differ from the bytes that were written")
     return num_bytes / (ended_s - written_s), num_bytes / (written_s - began_s), cpu_s
 
 
@@ -358,7 +358,7 @@ def _trial_file(folder: str) -> Iterator[str]:
 
 
 def _nvidia_fs_ops() -> int:
-    """Return how many reads and writes nvidia-fs has made, or 0 without it."""
+    """Return the number of reads and writes of nvidia-fs so far, or 0 without nvidia-fs."""
     try:
         with open(f"{_NVIDIA_FS}/stats", encoding="utf-8") as file:
             lines = [line for line in file if line.startswith(("Reads", "Writes"))]

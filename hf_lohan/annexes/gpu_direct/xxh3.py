@@ -1,7 +1,7 @@
-"""xxh3 hashes (64 bits) of pieces of device memory, with the bits of xxhash. The content stays on the device.
+"""Computes 64-bit xxh3 hashes of pieces of device memory, bitwise equal to xxhash. The content stays on the device.
 
 `accumulate` computes eight accumulators of each piece on the tensor's device: on CUDA with one Triton kernel, if Triton
-is installed, and else with torch operations. `finish` makes hashes of them in host memory.
+is installed, and otherwise with torch operations. `finish` computes the hashes from the accumulators in host memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ except ImportError:
     triton = None
 
 BLOCK_BYTES = 1024
-"""Pieces are whole blocks."""
+"""Size of a block of xxh3. Each piece is a whole number of blocks."""
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -38,7 +38,7 @@ _LOW = 0xFFFFFFFF
 _SWAPPED = (1, 0, 3, 2, 5, 4, 7, 6)
 _STRIPES, _LANES = 16, 8
 _WORDS_AT_ONCE = (4 << 20) // 8
-"""Words that torch operations take at a time, which make several tensors of this size."""
+"""Number of words that torch operations process at a time. They make several temporary tensors of this size."""
 
 
 def _signed(word: int) -> int:
@@ -50,7 +50,7 @@ def _secret_words(first_byte: int, count: int) -> list[int]:
     return [_signed(int.from_bytes(_SECRET[at : at + 8], "little")) for at in step]
 
 
-# The Triton kernel reads it too: 24 words of the secret, the last stripe's 8 words, the start, the prime and the mask.
+# 24 words of the secret, 8 words for the last stripe, the start, the prime and the mask. The Triton kernel uses it too.
 _TABLE = (
     _secret_words(0, 24)
     + _secret_words(len(_SECRET) - 64 - 7, _LANES)
@@ -65,8 +65,8 @@ def table_on(device: torch.device) -> Tensor:
 
 
 def accumulate(content: Tensor, piece_bytes: int, table: Tensor) -> Tensor:
-    """Return the accumulators of each piece of ``content``, uint8 [num_bytes] on any device, as int64 [pieces, 8]. The
-    last piece may be short, but has whole blocks. Does not wait for the device."""
+    """Return the accumulators of each piece of ``content`` as int64 [pieces, 8]. ``content`` is uint8 [num_bytes] on
+    any device. The last piece may be short, but has whole blocks. Does not wait for the device."""
     assert content.numel() % BLOCK_BYTES == 0 and piece_bytes % BLOCK_BYTES == 0, "pieces are whole blocks of xxh3"
     words = content.view(torch.int64)
     whole = content.numel() // piece_bytes
@@ -79,7 +79,7 @@ def accumulate(content: Tensor, piece_bytes: int, table: Tensor) -> Tensor:
 
 
 def _accumulate(pieces: Tensor, table: Tensor) -> Tensor:
-    """The accumulators of equal pieces, int64 [pieces, words]."""
+    """Return the accumulators of pieces of equal size, int64 [pieces, words]."""
     number = torch.arange(_STRIPES, device=table.device)[:, None] + torch.arange(_LANES, device=table.device)
     secret, scramble, of_last = table[number], table[16:24], table[24:32]
     blocks = pieces.view(len(pieces), -1, _STRIPES, _LANES)
@@ -89,7 +89,7 @@ def _accumulate(pieces: Tensor, table: Tensor) -> Tensor:
         part, into = blocks[first : first + at_once], sums[first : first + at_once]
         mixed = _mixed(part, secret)
         torch.sum(mixed, dim=2, out=into)
-        # The last stripe has another part of the secret.
+        # The last stripe uses another part of the secret.
         into[:, -1] += _mixed(part[:, -1, -1], of_last) - mixed[:, -1, -1]
     state = table[32:40].expand(len(pieces), _LANES).clone()
     for block in range(blocks.shape[1] - 1):
@@ -125,7 +125,7 @@ if triton is not None:
             state += tl.sum((keyed & low) * ((keyed >> 32) & low) + neighbour, axis=0)
             state = (state ^ ((state >> 47) & 0x1FFFF) ^ scramble) * prime
             block += 128
-        # The last block is not scrambled, and its last stripe has another part of the secret.
+        # The last block is not scrambled, and its last stripe uses another part of the secret.
         of_last = tl.load(table + 24 + lane)
         keyed = tl.load(block + stripe * 8 + lane) ^ tl.where(stripe == 15, of_last, secret)
         neighbour = tl.load(block + stripe * 8 + (lane ^ 1))
@@ -139,12 +139,12 @@ def _mixed(words: Tensor, secret: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift unsigned words to the right."""
+    """Shift words to the right as unsigned integers."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def finish(accumulators: Tensor, num_bytes: int, piece_bytes: int) -> Tensor:
-    """Return the hashes of the pieces of ``num_bytes``, whose bits are those of unsigned numbers, as int64 [pieces]."""
+    """Return the hashes of the pieces of ``num_bytes`` as int64 [pieces]. The bits are those of unsigned integers."""
     last_bytes = num_bytes - (len(accumulators) - 1) * piece_bytes
     lengths = [piece_bytes] * (len(accumulators) - 1) + [last_bytes]
     hashes = torch.tensor([_signed(size * _PRIME64_1 % (1 << 64)) for size in lengths], dtype=torch.int64)
@@ -157,7 +157,7 @@ def finish(accumulators: Tensor, num_bytes: int, piece_bytes: int) -> Tensor:
 
 
 def _folded_product(one: Tensor, other: Tensor) -> Tensor:
-    """Return the exclusive or of both halves of the product of unsigned words, which has 128 bits."""
+    """Multiply unsigned words to 128 bits. Return the exclusive or of both halves of the product."""
     low, high = one & _LOW, _shifted(one, 32)
     other_low, other_high = other & _LOW, _shifted(other, 32)
     cross, cross_back = low * other_high, high * other_low
@@ -167,7 +167,7 @@ def _folded_product(one: Tensor, other: Tensor) -> Tensor:
 
 
 class Xxh3Hasher(DeviceHasher):
-    """Hashes device memory in the order of a lane. Each lane has its own buffers, and threads take turns."""
+    """Hashes device memory on the stream of a lane. Each lane has its own buffers. A lock lets threads take turns."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""Another number of ranks: copies the last step of a run to stores for other ranks, or with other owners of experts.
+"""Copies the last step of a run to new stores, for another number of ranks or with other owners of experts.
 
-`lohan reshard` does it in one process, and a run that continues one of another number of ranks does it with all ranks
-when it starts. It costs a copy of all records, for which both generations of stores need room at once.
+`lohan reshard` copies in one process. A run that continues with another number of ranks copies with all ranks when it
+starts. All records are copied, so the drives must have room for the old and the new stores at the same time.
 """
 
 from hf_lohan.annexes.resharding.at_start import reshard_for_these_ranks

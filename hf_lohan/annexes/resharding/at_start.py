@@ -1,4 +1,4 @@
-"""Resharding at the start of a run that continues one of another number of ranks."""
+"""Reshards at the start of a run that continues with another number of ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def reshard_for_these_ranks(
     form_of: Callable[[Store], StoredForm],
     opened: tuple[Store, Sequence[Block]] | None = None,
 ) -> None:
-    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
-    stay. ``given`` are the ssd paths of the settings, with capacities. ``form_of`` returns the form of a store's
+    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log this. The old
+    stores stay. ``given``: the ssd paths of the settings, with capacities. ``form_of`` returns the form of a store's
     records. ``opened``: this rank's own store and its blocks, if a model was streamed to it. All ranks call this
     together. Raises the errors of `reshard_together`."""
     log_once(
@@ -42,7 +42,7 @@ def reshard_for_these_ranks(
 
 @contextlib.contextmanager
 def shown_copy(progress: LoggedProgress, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback that counts copied bytes in ``progress`` and in a line on the terminal."""
+    """Yield a callback that counts copied bytes in ``progress``, and shows them in a line on the terminal."""
     with contextlib.ExitStack() as line:
 
         def on_copied(num_bytes: int, total_bytes: int) -> None:

@@ -16,10 +16,10 @@ from hf_lohan.wording import times
 def reshard_stores(
     stores: Sequence[str], num_ranks: int, *, removes_old: bool, balances: bool = False, num_nodes: int | None = None
 ) -> None:
-    """Copy the last step of a run for another number of ranks, or with ``balances`` with other owners of experts, and
-    print the new folders. Raises as `reshard` does, and ValueError for ``num_nodes`` without ``balances``."""
+    """Copy the last step of a run for another number of ranks, and print the new folders. ``balances`` gives experts to
+    other owners. Raises the errors of `reshard`, and ValueError for ``num_nodes`` without ``balances``."""
     if num_nodes is not None and not balances:
-        raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
+        raise ValueError("--nodes is only used with --balance, which divides experts; leave it out, or add --balance")
     console, logged = Console(stderr=True), LoggedProgress("copied")
     with shown_copy(logged) as on_copied:
         resharded = reshard(
@@ -40,8 +40,8 @@ def reshard_stores(
         before = f"it had {balanced.most_before:.2f} times before"
         print_line(
             Console(),
-            f"by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
-            f"{balanced.most_after:.2f} times the mean of {times(num_ranks, 'rank')} on "
+            f"measured by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
+            f"{balanced.most_after:.2f} times the mean load of {times(num_ranks, 'rank')} on "
             f"{times(balanced.num_nodes, 'node')}; "
             + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
         )

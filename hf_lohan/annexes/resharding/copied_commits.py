@@ -1,4 +1,4 @@
-"""The run whose step is copied to stores for another number of ranks, and the commits of the new stores."""
+"""Describes the run whose step is copied for another number of ranks, and commits the copy in the new stores."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_lohan.store.versions import TieCodes
 from hf_lohan.updates import MISSED_STEPS_NAME
 
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
-"""Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
+"""Name of a file with a rank's random state. With several ranks the name ends with the index of the rank."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
 
 
 @dataclass(frozen=True)
 class OldStore:
-    """What all new ranks must know of an old rank's store, at the commit that is copied."""
+    """The facts about an old rank's store that all new ranks need, at the commit that is copied."""
 
     records: tuple[RecordSpec, ...]
     facts: Mapping[str, Any]
@@ -34,7 +34,7 @@ class OldStore:
     tie_codes: Mapping[str, tuple[int, TieCodes]]
     rounds_half_up: bool
     chunks: bytes | None
-    """The file with the tokens of a chunk, if this store has it and the run has decided them."""
+    """Content of the file with the number of tokens in a chunk. None if this store or run has none."""
 
     @classmethod
     def of(cls, store: Store) -> OldStore:
@@ -42,7 +42,7 @@ class OldStore:
         assert commit is not None
         with suppress(FileNotFoundError):
             chunks = read_whole(os.path.join(store.paths[0].path, CHUNKS_NAME))
-            if json.loads(chunks).get(RUN_ID) != commit.facts.get(RUN_ID):  # another run's file
+            if json.loads(chunks).get(RUN_ID) != commit.facts.get(RUN_ID):  # the file is of another run
                 chunks = None
         ties = store.all_tie_codes()
         return cls(store.records, commit.facts, commit.journal, ties, commit.ties is None, chunks)
@@ -53,15 +53,15 @@ class OldRun:
     """A run whose step is copied, and the shards that the new ranks get."""
 
     stores: Sequence[OldStore]
-    """In rank order."""
+    """The old stores, in rank order."""
     copied: Sequence[tuple[str, int]]
-    """The id of each store, and the number of its newest commit."""
+    """(id, number of the newest commit) of each old store."""
     shards: Sequence[tuple[RecordSpec, ...]]
     model: ModelIdentity
     num_homes: int
     commit_number: int
     group_id: str
-    """Of the new commits. Empty for a single rank."""
+    """Group id of the new commits. Empty for a single rank."""
     log: bytes
     model_files: Mapping[str, bytes] | None
 
@@ -89,11 +89,11 @@ class OldRun:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all records."""
+        """Size of all records in bytes."""
         return sum(record.num_bytes for shard in self.shards for record in shard)
 
     def refuse_deferred_steps(self, directory: str) -> None:
-        """Raise ValueError if the commits have updates of experts that were deferred."""
+        """Raise ValueError if the commits have deferred updates of experts."""
         if any(MISSED_STEPS_NAME in store.journal for store in self.stores):
             raise ValueError(
                 f"experts.lazy (auto by default) has deferred updates of experts in {directory}, which cannot be "
@@ -101,7 +101,7 @@ class OldRun:
             )
 
     def commit(self, store: Store, rank: int, facts: Mapping[str, Any]) -> None:
-        """Commit the copy of a new rank, with these ``facts`` and those that say what it is a copy of."""
+        """Commit the copy in the store of a new rank, with ``facts`` and with facts that name the old stores."""
         store.count_commits_from(self.commit_number, self.group_id)
         if (chunks := next((old.chunks for old in self.stores if old.chunks is not None), None)) is not None:
             replace_durably(os.path.join(store.paths[0].path, CHUNKS_NAME), chunks)
@@ -116,9 +116,9 @@ class OldRun:
 
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter, and with
-    the means of Trainer's sums since the last log, because Trainer logs the mean over ranks, and with the rows of
-    experts of all ranks, which count for rank 0."""
+    """Combine the facts of all ranks in the facts of rank 0. The number of updates of a parameter is that of its owner.
+    Trainer's sums since the last log become means, because Trainer logs the mean over ranks. Rows of experts become the
+    rows of all ranks, which count for rank 0."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():
@@ -137,9 +137,9 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
-    """Return the journal of one of ``num_ranks`` ranks. ``journals`` are those of all ranks of the old stores.
+    """Return the journal of one of ``num_ranks`` new ranks. ``journals`` has the journals of all old ranks.
 
-    An additional rank gets a copy of rank 0's journal without its random state. transformers warns about this on
+    An additional rank gets a copy of rank 0's journal without the random state. transformers warns about this on
     resume. All ranks draw an epoch's order from the same random state.
     """
     is_old_rank = rank < len(journals)

@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 _IO_PIECE_BYTES = 4 << 20
 COPY_BYTES = 8 << 20
 _READS_AHEAD, _WRITES_BEHIND = 4, 4
-"""Pieces that are read and written at once. Each has a buffer of `COPY_BYTES`."""
+"""Number of pieces that are read, and that are written, at the same time. Each has a buffer of `COPY_BYTES`."""
 _IO_THREADS = 4
 _LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class BalancedOwners:
-    """Owners of experts by the rows that each expert had."""
+    """Owners of experts that balance the rows of the experts among ranks."""
 
     owners: Mapping[str, int]
-    """The rank of each expert, by the name of its block."""
+    """Maps the name of each expert's block to the rank that owns it."""
     num_nodes: int
     num_rows: int
     most_before: float
-    """The rows of the most loaded rank of each layer over the mean of all ranks, with the owners of before."""
+    """Rows of the most loaded rank of each layer, divided by the mean of all ranks, with the former owners."""
     most_after: float
 
 
@@ -65,7 +65,7 @@ class Resharded:
     """Folders of the new stores on their first ssd path."""
     old_files: str
     new_files: str
-    """Files that the user may delete on each ssd path: `old_files` are the old stores, `new_files` the new ones."""
+    """Names of files on each ssd path that the user may delete: the old stores (`old_files`), or the new stores."""
     balanced: BalancedOwners | None = None
     """The owners of experts, if they were balanced."""
 
@@ -80,14 +80,14 @@ def reshard(
     num_nodes: int | None = None,
     on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
 ) -> Resharded:
-    """Copy the newest step that all ranks of a run have to stores of the next generation for ``num_ranks`` ranks.
+    """Copy the newest step that all ranks of a run have to stores of the next generation, for ``num_ranks`` ranks.
 
-    ``paths_of_ranks`` are all ssd paths of the run's stores (`store_paths_of`). ``form_of`` returns the form of the
-    model that a store describes. ``removes_old`` removes the old stores at the end. ``balances`` gives experts to ranks
-    by the rows that the run has counted (`balanced_owners`, which describes ``num_nodes``). Then the number of ranks
-    may be the same. ``on_copied`` is called with the bytes of each copied piece and the bytes of all pieces. The old
-    stores continue until all new ones are committed. Raises ValueError if there is no step to copy, if the run has this
-    number of ranks already or if nothing can be balanced, and the errors of `Store`.
+    ``paths_of_ranks`` has all ssd paths of the run's stores (`store_paths_of`). ``form_of`` returns the form of the
+    model that a store describes. ``removes_old`` removes the old stores at the end. ``balances`` divides experts by the
+    rows that the run has counted (see `balanced_owners`, also for ``num_nodes``). Then the number of ranks may stay the
+    same. ``on_copied(num_bytes, total_bytes)`` is called for each copied piece. Until all new stores are committed, a
+    run continues from the old stores. Raises ValueError if there is no step to copy, if the run already has this number
+    of ranks, or if nothing can be balanced. Raises the errors of `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
@@ -100,7 +100,7 @@ def reshard(
     if num_before == num_ranks and not balances:
         raise ValueError(
             f"{', '.join(paths[0] for paths in before.folders())} already has a store of a run with "
-            f"{times(num_ranks, 'rank')}, which continues; give another number of ranks, or add --balance"
+            f"{times(num_ranks, 'rank')}, which can continue; give another number of ranks, or add --balance"
         )
     io, folders = io_engine(), _new_folders(found, num_ranks)
     try:
@@ -138,7 +138,7 @@ def reshard(
                     run.commit(store, rank, commits[rank].facts if len(new) == len(old) else joined)
             except BaseException:
                 for folder in (path.path for store in new for path in store.paths):
-                    with suppress(StorageError):  # the next reshard replaces what is left
+                    with suppress(StorageError):  # the next reshard replaces folders that stay
                         remove_folder(folder)
                 raise
             resharded = Resharded(
@@ -161,8 +161,8 @@ def reshard(
 
 
 def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
-    """Return the folders of each new rank's store. If the old ranks have different paths, they are dealt out in turn,
-    and a run on other paths copies the stores to its own."""
+    """Return the folders of each new rank's store. If old ranks have different paths, new ranks get these in turn. A
+    run with other paths copies the stores to its own paths."""
     lists = found.directories
     return [
         [rank_folder(path, rank, num_ranks, found.generation) for path in lists[rank % len(lists)]]
@@ -171,8 +171,8 @@ def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
 
 
 def owners_in(form: StoredForm, records: Sequence[Sequence[RecordSpec]]) -> dict[str, int] | None:
-    """Return the rank of each expert by the records of each rank's store. None for the default owners, or if the stores
-    do not have each expert once."""
+    """Return a dict from expert to the rank whose store has its records. None for the default owners, or unless the
+    stores have each expert exactly once."""
     names = [{record.block for record in of_rank} for of_rank in records]
     experts = [block.name for blocks in form.model_blocks.experts.values() for block in blocks]
     return owners_by_name(names, experts) if len(records) > 1 else None
@@ -186,11 +186,11 @@ def balanced_owners(
     owners: Mapping[str, int] | None,
     where: str,
 ) -> BalancedOwners:
-    """Give the experts of a model to ranks, so that these have about equally many of the rows that a run has counted.
+    """Divide the experts of a model among ranks, so that all ranks have about equally many of the counted rows.
 
-    ``facts`` are those of the commits of the run's ranks. ``num_nodes`` is the number of nodes of the ranks, by default
-    that of the run, or one if that does not divide the ranks. ``owners`` are the owners of
-    before, by default `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
+    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. By default it
+    is that of the run, or one if that does not divide the ranks. ``owners``: former owners, by default `owned_experts`.
+    ``where`` is for errors. Raises ValueError if there is nothing to balance.
     """
     layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
     if not layers:
@@ -204,8 +204,8 @@ def balanced_owners(
     num_rows = sum(map(sum, counts))
     if routed is None or not are_whole or not num_rows:
         raise ValueError(
-            f"the last step in {where} has no counted rows of experts, by which --balance divides them; train a step "
-            "with this version of hf_lohan first"
+            f"the last step in {where} has no counted rows of experts, and --balance needs them to divide the experts; "
+            "train a step with this version of hf_lohan first"
         )
     if num_nodes is None:
         num_nodes = routed.num_nodes if num_ranks % routed.num_nodes == 0 else 1
@@ -238,8 +238,8 @@ def io_engine() -> IoEngine:
 
 
 def _commits_to_copy(old: Sequence[Store]) -> tuple[list[Commit], list[tuple[str, int]]]:
-    """Return the newest common commits, at which the stores are read from now on, and for each store its id and the
-    number of its newest commit."""
+    """Return the newest common commit from each store, and (id, number of the newest commit) of each store. The stores
+    are read at the common commit from now on."""
     try:
         newest = newest_common_commits(old)
     except RanksDisagreeError as error:
@@ -253,7 +253,7 @@ def _commits_to_copy(old: Sequence[Store]) -> tuple[list[Commit], list[tuple[str
 def records_by_rank(
     form: StoredForm, num_ranks: int, owners: Mapping[str, int] | None = None
 ) -> list[tuple[RecordSpec, ...]]:
-    """Return the records of each of ``num_ranks`` ranks. ``owners``: the rank of each expert (`assign_shards`)."""
+    """Return the records of each of ``num_ranks`` ranks. ``owners``: rank of each expert, as for `assign_shards`."""
     if num_ranks == 1:
         return [form.records]
     assign_shards(form.model_blocks, num_ranks, owners)
@@ -263,7 +263,7 @@ def records_by_rank(
 def check_records(
     expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
 ) -> None:
-    """Raise ValueError unless this version would divide the model into the same records as the stores have."""
+    """Raise ValueError if this version would divide the model into other records than the stores have."""
     for of_version, of_store, folder in zip(expected, found, folders, strict=True):
         if tuple(of_version) != tuple(of_store):
             raise ValueError(
@@ -273,8 +273,8 @@ def check_records(
 
 
 def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) -> Store:
-    """Create the store of one new rank in the folders of a new generation. It may replace a copy that a killed reshard
-    has left. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there meanwhile."""
+    """Create the store of one new rank in the folders of a new generation. It may replace the incomplete copy of a
+    killed reshard. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there."""
     for path in paths:
         make_directory(path.path)
     refuse_steps([path.path for path in paths])
@@ -284,7 +284,7 @@ def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
 
-    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError` (also if no store has an element).
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, also if elements are in no store.
     """
     copied: list[int] = []
     with OverlappedCopies(copied.append) as copies:
@@ -298,28 +298,28 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
 
 
 def checksums_of(store: Store, piece: Piece, content: Tensor) -> Checksums:
-    """Return the checksums with which a piece was verified that was read from ``store``. The copy keeps them, so damage
-    after the read is found."""
+    """Return the checksums with which a piece from ``store`` was verified. The copy keeps these checksums, so damage
+    after the read is found later."""
     record = store.layout.record(piece.block, piece.kind)
     first, rest = divmod(piece.start - record.first, record.granule_numel)
     assert rest == 0, "pieces are whole granules"
     stop = first + granules_of(piece.stop - piece.start, record.granule_numel)
     homes, checksums = store.versions.live(piece.block, piece.kind, first, stop)
-    if any(run.home is Home.NOWHERE for run in homes):  # what was never written has no checksums
+    if any(run.home is Home.NOWHERE for run in homes):  # granules that were never written have no checksums
         return store.checksums(piece.block, piece.kind, content)
     return checksums
 
 
 class OverlappedCopies:
-    """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, their checks and writes
-    overlap. Leaving its context waits for all I/O, also after an error."""
+    """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, checks and writes
+    overlap. Leaving the context waits for all I/O, also after an error."""
 
     def __init__(
         self,
         on_copied: Callable[[int], object],
         check: Callable[[Piece, Tensor, Checksums], object] = lambda piece, content, checksums: None,
     ) -> None:
-        """``on_copied`` is called with the bytes of each piece that is written. ``check`` is called before the write,
+        """``on_copied`` is called with the size of each written piece in bytes. ``check`` is called before the write,
         and may raise."""
         self._on_copied = on_copied
         self._check = check
@@ -333,7 +333,7 @@ class OverlappedCopies:
     def __exit__(self, *error: object) -> None:
         waits = [*(read.request.wait_for_bytes for read in self._reads), *(write.wait for write, *_ in self._writes)]
         for wait in waits:
-            with suppress(Exception):  # the first error is on its way
+            with suppress(Exception):  # the first error is already being raised
                 wait()
 
     def add(self, old: Store, new: Store, piece: Piece) -> None:
@@ -383,19 +383,19 @@ class _PieceRead(NamedTuple):
 
 
 class LoggedProgress:
-    """Logs how far a copy is, with its rate and the time left, if it takes long."""
+    """Logs the progress of a long copy, with its rate and the remaining time."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         """``what`` begins each line, such as "copied"."""
         self._what = what
         self._clock = clock
         self._first_s = self._logged_s = self._last_s = 0.0
-        """When the first piece, the last logged one and the last one were copied."""
+        """Times at which the first piece was copied, the last line was logged, and the last piece was copied."""
         self._first_bytes = 0
         self.num_bytes = self._total_bytes = 0
 
     def advance(self, num_bytes: int, total_bytes: int) -> None:
-        """Count bytes, and log a line if the last one is some seconds old. ``total_bytes``: bytes of the whole copy."""
+        """Count copied bytes, and log a line every few seconds. ``total_bytes``: size of the whole copy."""
         self._last_s = self._clock()
         if not self.num_bytes:
             self._first_s = self._logged_s = self._last_s
@@ -408,19 +408,19 @@ class LoggedProgress:
             logger.warning("%s, %s left", self.text(), seconds(left_s))
 
     def text(self) -> str:
-        """Return what is copied so far, and the rate."""
+        """Return a clause with the bytes that are copied so far, and the rate."""
         copied = f"{self._what} {format_bytes(self.num_bytes)} of {format_bytes(self._total_bytes)}"
         return f"{copied} ({gb_per_s(self._bytes_per_s)})" if self._last_s > self._first_s else copied
 
     @property
     def _bytes_per_s(self) -> float:
-        """The rate from the first piece to the last. Before the first one, files are allocated."""
+        """The rate since the first piece was copied. The time before is for allocating files."""
         return (self.num_bytes - self._first_bytes) / (self._last_s - self._first_s)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a record that one shard has."""
+    """Elements of a record that are all in one shard."""
 
     block: str
     kind: str
@@ -431,7 +431,7 @@ class Piece:
     """The index of the shard."""
 
     def in_memory(self, memory: Tensor) -> Tensor:
-        """Return the beginning of ``memory``, a tensor of bytes, as this piece's elements."""
+        """Return a view of the beginning of ``memory``, a tensor of bytes, with the dtype and size of this piece."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return memory[: (self.stop - self.start) * dtype.itemsize].view(dtype)
 
@@ -439,8 +439,8 @@ class Piece:
 def pieces_of(
     records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
 ) -> Iterator[Piece]:
-    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``. Raises `StorageError`,
-    which names the shards' ``folders``, if no shard has an element."""
+    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``. If an element is in no
+    shard, raises `StorageError` with ``folders``, the folders of the shards."""
     by_name: dict[tuple[str, str], list[tuple[int, RecordSpec]]] = {}
     for number, shard in enumerate(shards):
         for part in shard:

@@ -1,6 +1,6 @@
-"""Copies a run's last step to stores of another number of ranks, all ranks together.
+"""Copies the last step of a run to stores for another number of ranks. All ranks copy together.
 
-`resharding` does the same in one process, for `lohan reshard`.
+`reshard` does the same in one process, for `lohan reshard`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.versions import Checksums
 
 _TOGETHER_BYTES = 256 << 20
-"""Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
+"""All ranks meet after one rank has copied this many bytes, because a rank that waits longer would count as hung."""
 
 
 def reshard_together(
@@ -59,14 +59,14 @@ def reshard_together(
     opened: tuple[Store, Sequence[Block]] | None = None,
     on_copied: Callable[[int, int], object] = lambda num_bytes, total_bytes: None,
 ) -> None:
-    """Copy the last step of the stores that were ``found`` to new stores of these ranks. The old stores stay as they
-    are. ``capacities`` are those of this rank's paths; None is all free space. ``opened``: this rank's own store and
-    its blocks, if a model was loaded to it. It has no commit, and after an error it may have weights of both models.
-    ``on_copied`` is called with the bytes of each copied piece, also of other ranks, and of all pieces.
+    """Copy the last step of the stores that were ``found`` to new stores of these ranks. The old stores are unchanged.
+    ``capacities``: capacities of this rank's paths; None is all free space. ``opened``: this rank's own store and its
+    blocks, if a model was loaded to it. The store has no commit. After an error it may have weights of both models.
+    ``on_copied(num_bytes, total_bytes)`` is called for each piece that any rank has copied.
 
-    A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
+    A rank reads the old stores that it sees, and gets the records of other stores from a rank that sees them. Reads are
     verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, `ForeignStoreError` if the
-    loaded model has another base, and ValueError if this version cannot cut the stores.
+    loaded model has another base, and ValueError if this version divides the model into other records.
     """
     with ExitStack() as stack:
         io = io_engine()
@@ -76,7 +76,7 @@ def reshard_together(
             folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
             all_free = [None] * len(folders)
             paths = [StorePath(*of_path) for of_path in zip(folders, capacities or all_free, strict=True)]
-            with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
+            with one_rank_at_a_time(links, "the new stores"):  # the stores may share a drive
                 try:
                     store = new_store(paths, old, links.ranks.rank, io)
                 except CapacityError as error:
@@ -105,34 +105,34 @@ def _stores(found: RunStores) -> list[SeenStore]:
 
 
 def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: OldRun) -> None:
-    """Raise `ForeignStoreError` if this rank's open store cannot get the old run's records."""
+    """Raise `ForeignStoreError` if the records of the old run do not fit this rank's open store."""
     where = opened.paths[0].path
     if opened.num_homes != old.num_homes:
         raise ForeignStoreError(
-            f"the stores of the ranks before have durability {'step' if old.num_homes > 1 else 'checkpoint'!r}, and "
-            f"the new one in {where}, which has no step, has durability {opened.durability!r}, by the setting or "
-            "because two versions did not fit beside the old stores; make room if it lacks, delete the new store, and "
-            "start again with the durability of before"
+            f"the old stores have durability {'step' if old.num_homes > 1 else 'checkpoint'!r}, and the new store in "
+            f"{where} has durability {opened.durability!r}, because the setting has changed, or two versions did not "
+            "fit beside the old stores; free some space if needed, delete the new store (it has no committed step), "
+            "and start again with the durability of the old stores"
         )
     if opened.model.fingerprint != old.model.fingerprint or opened.records != tuple(records):
         raise ForeignStoreError(
-            f"{where} holds a store of another model than those of the ranks before; load the model with the settings "
-            "that it had then, or give this run another ssd path"
+            f"the store in {where} is of another model than the old stores; load the model with the settings of the "
+            "old run, or give this run another ssd path"
         )
-    assert opened.committed is None, "it was made for this run"
+    assert opened.committed is None, "the store was created for this run"
 
 
 def _refuse_another_base(
     store: Store, blocks: Sequence[Block], piece: Piece, content: Tensor, checksums: Checksums, folder: str
 ) -> None:
-    """Raise `ForeignStoreError` if a loaded model has other frozen weights than a piece of the run in ``folder``.
-    ``store`` has the loaded weights, and is read only where their checksums differ from the piece's ``checksums``."""
+    """Raise `ForeignStoreError` if frozen weights of a loaded model differ from a piece of the run in ``folder``.
+    ``store`` has the loaded weights. It is read only if its checksums differ from the ``checksums`` of the piece."""
     record = store.layout.record(piece.block, piece.kind)
     numel, first = record.granule_numel, (piece.start - record.first) // record.granule_numel
     _, loaded = store.versions.live(piece.block, piece.kind, first, first + len(checksums))
     for granule in map(int, np.flatnonzero(checksums != loaded)):
         if (first + granule) * numel < record.versioned_numel:
-            continue  # it is trained
+            continue  # the parameter is trained
         of_run = content[granule * numel : (granule + 1) * numel]
         of_model = mapped_empty(of_run.nbytes).view(of_run.dtype)
         store.read(piece.block, piece.kind, piece.start + granule * numel, of_model).wait()
@@ -143,7 +143,7 @@ def _refuse_another_base(
 
 
 def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
-    """Return the name of the weight with this element of the piece's record."""
+    """Return the name of the weight that has this element of the piece's record."""
     block = next(block for block in blocks if block.name == piece.block)
     for part in block.slices:
         start, stop = {
@@ -156,7 +156,7 @@ def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
 
 
 def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> OldRun:
-    """Return what all ranks must know of the old run. Each rank tells what it is the first to see."""
+    """Return the facts of the old run that all ranks need. The first rank that sees an old store describes it."""
     seen_stores, key, num_ranks = _stores(found), found.last.key, links.ranks.num_ranks
     own = {}
     for seen in seen_stores:
@@ -201,7 +201,7 @@ _BYTES = "base64"
 
 
 def _packed(fields: Mapping[Any, Any]) -> bytes:
-    """Return JSON. Bytes and arrays in it are bytes for `_unpacked`."""
+    """Return JSON. Bytes and arrays are encoded as text, and `_unpacked` returns both as bytes."""
     return json.dumps(fields, default=lambda content: {_BYTES: base64.b64encode(content).decode()}).encode()
 
 
@@ -213,7 +213,7 @@ def _unpacked(text: bytes) -> dict[str, Any]:
 
 
 def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> Store:
-    """Open an old store at its commit ``key``, to read it."""
+    """Open an old store for reading at its commit ``key``."""
     store = Store.open([StorePath(path) for path in directories], model=None, engine=io)
     try:
         kept = [commit for commit in store.kept_commits if (commit.group_id, commit.number) == key]
@@ -238,9 +238,9 @@ def _copy_shard(
     io: IoEngine,
     on_copied: Callable[[int], object],
 ) -> None:
-    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store, and ``loaded`` the blocks of the model
-    that was loaded to it before, which it must fit. Pieces that the writer reads itself overlap. A piece of another
-    rank is sent when all before it are written."""
+    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store. ``loaded`` has the blocks of a model
+    that was loaded to it before; their frozen weights must equal those of the old run. Copies of pieces that the writer
+    itself reads run concurrently. A piece of another rank is sent after all pieces before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}
     copied_bytes, folders = 0, [seen.directories[0] for seen in _stores(found)]
@@ -258,7 +258,7 @@ def _copy_shard(
             if reader != writer or copied_bytes >= _TOGETHER_BYTES:
                 copied_bytes = 0
                 copies.finish()
-                links.barrier("the stores to be resharded")  # the writer has written what it got before
+                links.barrier("the stores to be resharded")  # now the writer has written all earlier pieces
             if me == reader and piece.source not in stores:
                 seen = found.visible[me, piece.source]
                 stores[piece.source] = stack.enter_context(_opened(seen, found.last.key, io))
@@ -293,7 +293,7 @@ def _copy_shard(
 
 
 def _hand_over(content: Tensor | None, reader: int, writer: int, lane: RankLane) -> None:
-    """Copy ``content`` of one rank to that of another. All ranks call this, and the others' content is not used."""
+    """Send ``content`` from rank ``reader`` to rank ``writer``. All ranks call this, and others' content is unused."""
     me = lane.place
     flat = bytes_of(content) if content is not None and me in (reader, writer) else torch.empty(0, dtype=torch.uint8)
     sent = [flat.numel() * (me == reader and rank == writer) for rank in lane.members]

@@ -1,8 +1,8 @@
 """Studies of a plan: a simulated step, other solvers, the lifetimes of tensors, and a picture.
 
-`lohan plan` prints the simulated step, and the rest with --lifetimes and --plot. `solver: migration` plans by bookings
-of lanes (TeraIO). Simulated steps are up to 5% off the measured ones, and the gains of other solvers did not show in
-measured steps, so `solver: auto` takes none of them. It costs some milliseconds for each plan of a run.
+`lohan plan` prints the simulated step, and with --lifetimes and --plot the lifetimes and the picture. The solver
+`migration` reserves time on lanes (TeraIO). Simulated steps differ from measured steps by up to 5%. Measured steps did
+not show the gains of other solvers, so `auto` does not use them. It costs milliseconds for each plan of a run.
 """
 
 from types import ModuleType

@@ -1,5 +1,5 @@
-"""Compares the memory that planned addresses take with that of PyTorch's caching allocator, which gives an address
-without knowing the future."""
+"""Compares the memory of planned addresses with the memory of PyTorch's caching allocator, which does not know later
+allocations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The device memory that the tensors of a step take, by how they get their addresses."""
+    """The device memory that the tensors of a step take, with several ways to assign addresses."""
 
     live_bytes: int
-    """The most bytes that exist at one time. No addresses need less."""
+    """Peak of the bytes that exist at the same time. It is a lower bound for all ways."""
     planned_bytes: int
-    """With addresses that are planned for all tensors together."""
+    """Memory if addresses are planned for all tensors together."""
     caching_bytes: int
     """Memory that PyTorch's caching allocator reserves."""
     expandable_bytes: int
-    """The same with `expandable_segments:True`."""
+    """Memory that PyTorch's caching allocator reserves with `expandable_segments:True`."""
 
 
 def compare_addresses(tensors: Sequence[Allocation]) -> Addresses:
-    """Return the memory that tensors take with each kind of addresses."""
+    """Return the memory that tensors take with each way to assign addresses."""
     return Addresses(
         live_bytes=live_bytes(tensors),
         planned_bytes=plan_addresses(tensors).num_bytes,
@@ -36,12 +36,12 @@ def compare_addresses(tensors: Sequence[Allocation]) -> Addresses:
     )
 
 
-# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), with one stream and memory that never runs out.
+# Models PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), with one stream and unlimited memory.
 
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """A part of a segment. A segment's blocks are a list in the order of their addresses."""
+    """A part of a segment. The blocks of a segment are a linked list, in the order of their addresses."""
 
     address: int
     num_bytes: int
@@ -52,11 +52,11 @@ class MemoryBlock:
 
 
 class CachingAllocator:
-    """Allocates as PyTorch's caching allocator for CUDA does. Sizes of at most 1 MiB come from segments of 2 MiB, those
-    below 10 MiB from segments of 20 MiB, and larger ones have segments of their own, in which smaller ones may be
-    allocated later. A free block is the best fit, and is split. Segments are kept.
+    """Allocates as PyTorch's caching allocator for CUDA does. Sizes of at most 1 MiB come from segments of 2 MiB, and
+    sizes below 10 MiB from segments of 20 MiB. A larger size gets a segment of its own, which smaller sizes may use
+    later. An allocation takes the smallest free block that fits, and splits it. Segments are never freed.
 
-    With expandable segments there are two, one for sizes of at most 1 MiB, which grow by 2 MiB and 20 MiB at a time.
+    There are two expandable segments. The one for sizes of at most 1 MiB grows by 2 MiB at a time, the other by 20 MiB.
     """
 
     def __init__(self, *, is_expandable: bool = False) -> None:
@@ -64,11 +64,11 @@ class CachingAllocator:
         self._is_expandable = is_expandable
         self._next_address = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """For small sizes and for others, (size, address) of each free block in ascending order."""
+        """Maps whether sizes are small to (size, address) of each free block, in ascending order."""
         self._block_at: dict[int, MemoryBlock] = {}
-        """Free blocks by address."""
+        """Maps addresses to free blocks."""
         self._last: dict[bool, MemoryBlock | None] = {True: None, False: None}
-        """The last blocks of the expandable segments."""
+        """Maps whether sizes are small to the last block of the expandable segment."""
 
     def allocate(self, num_bytes: int) -> MemoryBlock:
         """Return a block of at least ``num_bytes``."""
@@ -90,7 +90,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        """Free a block, and merge it with free blocks beside it."""
+        """Free a block, and merge it with adjacent free blocks."""
         block.is_free = True
         for first, second in ((block, block.after), (block.before, block)):
             if first is None or second is None or not (first.is_free and second.is_free):
@@ -108,8 +108,8 @@ class CachingAllocator:
         self._put(block)
 
     def _find(self, size: int, is_small: bool) -> MemoryBlock | None:
-        """Return the smallest free block that is large enough, and take it. The end of an expandable segment counts as
-        endless."""
+        """Return the smallest free block that is large enough, and remove it from the free blocks. The last block of an
+        expandable segment counts as infinitely large."""
         free = self._free[is_small]
         index = bisect_left(free, (size, -1))
         if index == len(free):

@@ -1,7 +1,7 @@
 """Computes when each tensor of a training step is in use, and whether it could leave the device between two uses.
 
-A step is a list of operations. Weights, gradients and optimizer states are tensors of the step as well, and an update
-at its end uses them, as if all of them were in a device's memory (TeraIO, Fig. 1 and 2).
+A step is a list of operations, with an update at its end. Weights, gradients and optimizer states are tensors of the
+step as well, as if all were in a device's memory (TeraIO, Fig. 1 and 2).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hf_lohan.costs.quantization import DEVICE_MEMORY_BYTES_PER_S
 
 TensorKind: TypeAlias = Literal["param", "gradient", "state", "activation", "intermediate"]
 TENSOR_KINDS: tuple[TensorKind, ...] = ("param", "gradient", "state", "activation", "intermediate")
-"""A `state` is the master and the moments of one weight. An `activation` is born in a forward and dies in a backward.
-All other tensors of operations are `intermediate`."""
+"""A `state` is the master and the moments of one weight. An `activation` is made in forward and freed in backward. All
+other tensors of operations are `intermediate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class StepOperation:
     """One operation of a step."""
 
     name: str
-    """Such as "aten.mm.default"."""
+    """Name in torch, such as "aten.mm.default"."""
     block: str
     flops: float
     moved_bytes: int
-    """Bytes that it reads and writes in the device's memory."""
+    """Bytes that the operation reads and writes in device memory."""
 
     def seconds(self, hardware: HardwareProfile) -> float:
-        """Return the seconds of the operation, which are those of its FLOPs, or else of its bytes."""
+        """Return the seconds of the operation. They follow from its FLOPs, or from its bytes if it has no FLOPs."""
         if self.flops:
             if "attention" not in self.name or hardware.device.attention_flops_per_s is None:
                 return hardware.device.compute_s(self.flops)
-            # The rate counts twice the forward's FLOPs for a backward, which has 5/2 of them.
+            # The rate counts a backward as 2 forwards, but its FLOPs are those of 5/2 forwards.
             flops = self.flops * 4 / 5 if "backward" in self.name else self.flops
             return hardware.device.compute_s(flops, flops)
         return self.moved_bytes / (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S)
@@ -51,56 +51,56 @@ class TensorLifetime:
     """One tensor of a step. Times are indices of operations."""
 
     name: str
-    """The weight's name, or the operation that made the tensor."""
+    """Name of the weight, or of the operation that made the tensor."""
     block: str
     kind: TensorKind
     num_bytes: int
     born: int
     """The operation that makes the tensor."""
     died: int
-    """The first operation before which the tensor no longer exists."""
+    """The first operation that runs after the tensor was freed."""
     uses: list[int] = field(default_factory=list)
     """The operations that read or write the tensor, in order."""
     is_kept: bool = False
-    """Whether the tensor exists in all steps, so that one of its gaps goes over the end of the step."""
+    """Whether the tensor exists in all steps, so that one of its gaps continues in the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight, with what its update uses."""
+    """One weight, with the sizes of the tensors that its update uses."""
 
     name: str
     block: str
     num_bytes: int
     state_bytes: int
-    """Bytes of master and moments; 0 for a frozen weight."""
+    """Bytes of master and moments, or 0 for a frozen weight."""
     gradient_bytes: int
-    """0 for a frozen weight."""
+    """Bytes of the gradient, or 0 for a frozen weight."""
     uses: Sequence[int]
     """Operations of forward and backward that read the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindSummary:
-    """All tensors of one kind."""
+    """Figures of all tensors of one kind."""
 
     num_tensors: int
     num_bytes: int
     """Bytes of all these tensors together, even if they do not exist at the same time."""
     most_bytes: int
-    """The most bytes that exist at one time."""
+    """Peak of the bytes that exist at the same time."""
     active_share: float
-    """Bytes in use, as a share of the bytes that exist, on average over the step."""
+    """Fraction of the existing bytes that is in use, averaged over the step."""
     median_gap_s: float
-    """The median time between two uses of a tensor."""
+    """Median time between two uses of a tensor."""
     longest_gap_s: float
     can_leave_share: dict[str, float]
-    """The share of bytes whose tensors can leave the device and return between two uses, over the `link` or to an
-    `ssd`."""
+    """Fraction of the bytes whose tensors can leave the device and return between two uses. Keys: "link" (to RAM) and
+    "ssd"."""
 
 
 _NO_TIME = 1e-12
-"""Shorter gaps, as a share of the step, are errors of rounding."""
+"""Gaps shorter than this fraction of the step are rounding errors."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -114,27 +114,27 @@ class StepLifetimes:
         tensors: Sequence[TensorLifetime],
         traced: Sequence[TensorLifetime] = (),
     ) -> None:
-        """``operation_s``: the seconds of each operation. ``traced``: the tensors that operations make, which are all
-        that a run allocates during a step. Gradients die when they are complete, because a run sends them to the
-        host."""
+        """``operation_s``: seconds of each operation. ``traced``: the tensors that operations make. A run allocates
+        only these during a step. In ``traced``, gradients are freed when they are complete, because a run sends them to
+        the host."""
         self.tensors = tensors
         self._traced = traced
         self._seconds: _Floats = np.asarray(operation_s, dtype=np.float64)
         self._starts: _Floats = np.concatenate([np.zeros(1), np.cumsum(self._seconds)])
-        """The beginning of each operation, and the end of the step."""
+        """Time at which each operation begins, and time at which the step ends."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of all operations."""
+        """Sum of the seconds of all operations."""
         return float(self._starts[-1])
 
     @property
     def starts_s(self) -> _Floats:
-        """The beginnings of all operations in seconds [num_operations]."""
+        """Times at which operations begin, in seconds [num_operations]."""
         return self._starts[:-1]
 
     def active_share(self) -> float:
-        """Return the bytes in use as a share of the bytes that exist, on average over the step."""
+        """Return the fraction of the existing bytes that is in use, averaged over the step."""
         return self._active_share(self.tensors)
 
     def memory_curve(self, kind: TensorKind) -> _Integers:
@@ -147,8 +147,8 @@ class StepLifetimes:
         return np.cumsum(changes)[:-1]
 
     def gaps_s(self, tensor: TensorLifetime) -> _Floats:
-        """Return the seconds between two uses of a tensor, for all its uses. They are 0 between operations that follow
-        each other."""
+        """Return the seconds between each use of a tensor and the next use. They are 0 between consecutive
+        operations."""
         uses = np.asarray(tensor.uses, dtype=np.int64)
         if not uses.size:
             return np.full(1, self.step_s) if tensor.is_kept else np.zeros(0)
@@ -159,8 +159,8 @@ class StepLifetimes:
         return np.where(gaps > _NO_TIME * self.step_s, gaps, 0.0)
 
     def addresses(self) -> Addresses:
-        """Return the device memory that the tensors of operations take, with planned addresses and with those of
-        PyTorch's allocator. Takes a second for ten thousand tensors."""
+        """Return the device memory that the tensors of operations take, with planned addresses and with PyTorch's
+        allocator. Takes a second for ten thousand tensors."""
         return compare_addresses(self._traced)
 
     def kinds(self, hardware: HardwareProfile) -> dict[TensorKind, KindSummary]:
@@ -220,9 +220,9 @@ def step_lifetimes(
 ) -> StepLifetimes:
     """Return the lifetimes of a step from a trace of its forward and backward.
 
-    An update of each block follows the backward. It reads and writes weights and states and reads gradients, which live
-    until then. ``tensors``: tensors of the traced operations. The name of a gradient is that of its weight. A trained
-    weight without a traced gradient has one from its last use on.
+    An update of each block follows the backward. It reads and writes weights and states, and reads gradients. Gradients
+    exist until then. ``tensors``: tensors of the traced operations. A gradient has the name of its weight. If a trained
+    weight has no traced gradient, its gradient begins at the last use of the weight.
     """
     seconds = [operation.seconds(hardware) for operation in operations]
     gradients = {tensor.name: tensor for tensor in tensors if tensor.kind == "gradient"}

@@ -1,9 +1,9 @@
-"""Places activations by migrations that book the time of lanes (TeraIO's Algorithm 1, extended by recomputation).
+"""Places activations by migrations that reserve time on lanes (TeraIO's Algorithm 1, extended by recomputation).
 
-At first all activations stay on the device. While some moment needs more memory than there is, one activation leaves:
-over the link to RAM, on to the drives, or it is dropped and recomputed. A migration takes the link from the end of its
-layer's forward on, and again before its layer's backward. It helps in between, if its copies fit the time that earlier
-migrations have left. The best benefit goes first, once per second that it costs and once as it is.
+At first all activations stay on the device. While memory is exceeded at some time, one more activation leaves: to RAM,
+to the drives, or it is dropped and recomputed. A migration reserves the link after its layer's forward, and again
+before its layer's backward. It saves memory in between, if earlier migrations have left enough time for its copies. The
+migration with the largest benefit is next. One order uses the benefit itself, and one the benefit per second of cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_lohan.costs.step.step_costs import block_forward_s, cheap_recompute_s, o
 _Floats = npt.NDArray[np.float64]
 Score = Literal["benefit", "benefit_per_cost"]
 _TRIED_LIMITS = 4
-"""The memory for kept activations depends on what leaves, so it is lowered until the placements fit."""
+"""Maximum number of limits that are tried. The limit of kept activations is lowered until the placements fit."""
 _RECOMPUTE, _RAM, _SSD = 0, 1, 2
 _PLACES = (Placement.RECOMPUTE, Placement.CPU, Placement.SSD)
 
@@ -33,8 +33,8 @@ _PLACES = (Placement.RECOMPUTE, Placement.CPU, Placement.SSD)
 def migrated_placements(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan
 ) -> list[ActivationPlacements]:
-    """Return the placements by both orders of the benefit, as far as they fit the device. ``plan`` gives what the
-    lanes do beside activations."""
+    """Return the placements of both orders, if they fit the device. ``plan`` has the other work of the lanes, without
+    activations."""
     found: list[ActivationPlacements] = []
     scores: tuple[Score, ...] = ("benefit_per_cost", "benefit")
     for score, drops_last in product(scores, (False, True)):
@@ -71,7 +71,7 @@ def _fitting(
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """What may leave: by tensor, its layer, bytes and seconds of recomputation (infinite for a layer's input)."""
+    """The tensors that may leave: layer, bytes and seconds of recomputation (infinite for a layer's input) of each."""
 
     layers: npt.NDArray[np.int64]
     num_bytes: _Floats
@@ -80,8 +80,8 @@ class _Tensors:
 
 
 class _Migrations:
-    """One choice of migrations. Interval k < n is the forward of layer k, and n <= k < 2n the backward of layer
-    2n - 1 - k."""
+    """One choice of migrations. With n layers, interval k < n is the forward of layer k, and interval k >= n is the
+    backward of layer 2n - 1 - k."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Migrations:
             worth = self._tensors.recompute_s / self._tensors.num_bytes
         most = worth[np.isfinite(worth)].max(initial=0.0) or 1.0
         self._worth: _Floats = np.where(np.isfinite(worth), worth / most, 1.0)
-        """Seconds of recomputation per byte, as a share of the most."""
+        """Seconds of recomputation per byte, divided by the maximum over all tensors."""
         layers = model.layers
         forward_s = np.array([block_forward_s(layer, hardware) for layer in layers])
         trained = np.array([1 + layer.trained_fraction for layer in layers])
@@ -108,7 +108,7 @@ class _Migrations:
         num_layers = len(layers)
         born = self._tensors.layers
         self._born, self._needed = born, 2 * num_layers - 1 - born
-        # The free seconds of each lane in each interval, beside weights, gradients and states.
+        # The seconds of each lane in each interval that weights, gradients and states do not use.
         load, count = plan.prediction, setup.num_micro_batches
         own_s = {
             "h2d": load.forward.h2d_s + load.backward.h2d_s - count * load.swapped_bytes / hardware.h2d_bytes_per_s,
@@ -153,8 +153,8 @@ class _Migrations:
     def _best(
         self, score: Score, stays: npt.NDArray[np.bool_], over_s: _Floats, *, drops_last: bool
     ) -> tuple[int, int, int, int]:
-        """Return the best tensor, where it goes, and the intervals [first, last) in which it is not on the device.
-        ``drops_last``: nothing is dropped as long as a lane has time. What takes longest to recompute then leaves
+        """Return the best tensor, its place, and the intervals [first, last) in which it is not on the device.
+        ``drops_last``: nothing is dropped while a lane has time, and tensors that take the longest to recompute leave
         first."""
         tensors, num_bytes = self._tensors, self._tensors.num_bytes
         best: tuple[float, int, int, int, int] | None = None
@@ -182,20 +182,20 @@ class _Migrations:
                 best = float(value[index]), index, place, int(first[index]), int(last[index])
         if best is not None:
             return best[1:]
-        # No lane has time. What can be recomputed is dropped, and an input waits for the link.
+        # No lane has time. A tensor that can be recomputed is dropped. An input leaves although it waits for the link.
         droppable = np.flatnonzero(stays & np.isfinite(tensors.recompute_s))
         index = int(droppable[self._worth[droppable].argmin()]) if len(droppable) else int(stays.argmax())
         place = _RECOMPUTE if len(droppable) else _RAM if num_bytes[index] <= self._ram_left else _SSD
         return index, place, int(self._born[index]) + 1, int(self._needed[index])
 
     def _ends(self, free_s: _Floats, seconds: _Floats) -> npt.NDArray[np.int64]:
-        """Return the interval in which each copy ends that begins after the tensor's forward."""
+        """Return for each tensor the interval in which its copy ends, if it begins after the tensor's forward."""
         done = np.concatenate([np.zeros(1), np.cumsum(free_s)])
         ends: npt.NDArray[np.int64] = np.searchsorted(done[1:], done[self._born + 1] + seconds - 1e-12)
         return np.minimum(ends, len(free_s) - 1)
 
     def _begins(self, free_s: _Floats, seconds: _Floats) -> npt.NDArray[np.int64]:
-        """Return the interval in which each copy begins that ends before the tensor's backward."""
+        """Return for each tensor the interval in which its copy must begin to end before the tensor's backward."""
         done = np.concatenate([np.zeros(1), np.cumsum(free_s)])
         begins = np.searchsorted(done[1:], done[self._needed] - seconds + 1e-12)
         return np.where(done[self._needed] >= seconds, np.minimum(begins, self._needed), 0)
@@ -217,7 +217,7 @@ class _Migrations:
 
 
 def _take(free_s: _Floats, intervals: range, seconds: float) -> None:
-    """Take seconds of a lane, interval by interval."""
+    """Reserve ``seconds`` of a lane in the ``intervals``, the first interval first."""
     for interval in intervals:
         taken = min(free_s[interval], seconds)
         free_s[interval] -= taken

@@ -1,4 +1,4 @@
-"""Makes a plan from given placements of activations: its bytes on each tier, its memory on the device, and its step."""
+"""Makes a plan from given placements of activations: bytes on each tier, device memory, and the predicted step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PlacedBytes:
-    """Bytes of activations by layer [num_layers]."""
+    """Bytes of each layer's activations [num_layers]."""
 
     kept: Bytes
     kept_outputs: Bytes
@@ -72,7 +72,7 @@ def fullest_bytes(
     fetch_ahead: int = FETCH_AHEAD,
     layers_leaving: int = LAYERS_LEAVING,
 ) -> float:
-    """Return the peak of device memory beside the slots (`FullestMoment.peak`)."""
+    """Return the peak of device memory in addition to the slots (`FullestMoment.peak`)."""
     if not model.layers:
         return float(outer_working_bytes(model))
     peak = partial(FullestMoment(model, [], num_together).peak, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving)

@@ -16,8 +16,8 @@ __all__ = ["lifetimes_of_run", "plot_plan", "print_lifetimes"]
 
 
 def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
-    """Return when each tensor of one of the run's micro-batches is in use. Raises ValueError for a model in which a
-    layer runs more than once."""
+    """Return the lifetimes of the tensors of one micro-batch. Raises ValueError for a model in which a layer runs more
+    than once."""
     fused = not planned.hardware.device.shares_cpu
     return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
 
@@ -41,8 +41,8 @@ def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Cons
         )
     console.print(table)
     console.print(
-        "\nA gap is the time between two uses (the median, and the longest). Link, SSDs: the share of the bytes that "
-        "could leave the device and return within their longest gap.\n"
+        "\nA gap is the time between two uses (the median, and the longest). Link and SSDs show the share of the bytes "
+        "that could leave the device and return within their longest gap.\n"
         "If all these tensors were on a device with enough memory, one micro-batch and its update would take "
         f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.\n"
         f"{whole}{_addresses_in_words(lifetimes.addresses())}",
@@ -57,7 +57,7 @@ def _addresses_in_words(addresses: Addresses) -> str:
         for num_bytes in (addresses.planned_bytes, addresses.caching_bytes, addresses.expandable_bytes)
     )
     return (
-        f"Operations make up to {format_bytes(addresses.live_bytes)} at one time. Addresses that are planned for the "
-        f"whole step take {planned} more than that, and PyTorch's allocator would reserve {expandable} more with "
-        f"expandable segments and {caching} more without."
+        f"The tensors that operations create take up to {format_bytes(addresses.live_bytes)} at one time. Addresses "
+        f"that are planned for the whole step take {planned} more than that. PyTorch's allocator would reserve "
+        f"{expandable} more with expandable segments, and {caching} more without them."
     )

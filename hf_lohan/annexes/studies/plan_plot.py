@@ -29,11 +29,11 @@ _KIND_COLORS: dict[TensorKind, str] = {
 }
 _NUM_BINS = 40
 _LABELLED_SHARE = 0.12
-"""Bars shorter than this share of the step have no label."""
+"""Bars shorter than this fraction of the step have no label."""
 
 
 def plot_plan(planned: PlannedRun, path: str | Path, lifetimes: StepLifetimes | None = None) -> None:
-    """Write the picture in the format of the suffix of `path`. Raises ValueError without matplotlib or the format."""
+    """Write the picture to `path`, whose suffix is the format. Raises ValueError if matplotlib or the format lacks."""
     try:
         figure = draw_plan(planned, lifetimes)
     except ImportError:
@@ -45,7 +45,7 @@ def plot_plan(planned: PlannedRun, path: str | Path, lifetimes: StepLifetimes | 
 
 
 def draw_plan(planned: PlannedRun, lifetimes: StepLifetimes | None = None) -> Figure:
-    """Draw the plan, and below it memory over the step and a histogram of gaps if there are ``lifetimes``."""
+    """Draw the plan. With ``lifetimes``, also draw memory over the step and a histogram of gaps below it."""
     from matplotlib.figure import Figure
 
     num_rows = 1 if lifetimes is None else 2
@@ -69,7 +69,7 @@ def draw_plan(planned: PlannedRun, lifetimes: StepLifetimes | None = None) -> Fi
 
 
 def _sweep(axes: Axes, planned: PlannedRun) -> None:
-    # The plan's clipping mode and commit interval are fixed, because others would change the step as well.
+    # The plan's clipping mode and commit interval are fixed, so that only the swapped bytes change the step.
     setup = replace(planned.setup, clip=planned.plan.clip, commit_every_steps=planned.plan.commit_every_steps)
     plans = sweep_swapped_bytes(planned.profile, planned.hardware, setup)
     steps = [plan.prediction for plan in plans]
@@ -127,7 +127,7 @@ def _lanes(axes: Axes, planned: PlannedRun) -> None:
 
 
 def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None:
-    """Draw one resource's work, from the beginning of each phase. Several kinds of work have labels."""
+    """Draw the work of one resource, from the beginning of each phase. If there are several kinds, each has a label."""
     step = planned.plan.prediction
     phases = (
         ([work.forward_s for work in resource.work], 0.0, step.forward_bottleneck, _FORWARD),
@@ -146,7 +146,7 @@ def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None
 
 
 def _memory(axes: Axes, lifetimes: StepLifetimes, planned: PlannedRun) -> None:
-    """Draw the bytes that exist during the step, by kind, and the device's memory as a line."""
+    """Draw the bytes of each kind that exist during the step, and the device's memory as a line."""
     curves = {kind: lifetimes.memory_curve(kind) / _BYTES_PER_GB for kind in TENSOR_KINDS}
     shown = {kind: curve for kind, curve in curves.items() if curve.any()}
     colors = [_KIND_COLORS[kind] for kind in shown]
@@ -162,7 +162,7 @@ def _memory(axes: Axes, lifetimes: StepLifetimes, planned: PlannedRun) -> None:
 
 
 def _gaps(axes: Axes, lifetimes: StepLifetimes) -> None:
-    """Draw the number of gaps between two uses of a tensor by their length, by kind."""
+    """Draw a histogram of the lengths of gaps between two uses of a tensor, for each kind."""
     by_kind: dict[TensorKind, list[float]] = {kind: [] for kind in TENSOR_KINDS}
     for tensor in lifetimes.tensors:
         by_kind[tensor.kind] += [float(gap) for gap in lifetimes.gaps_s(tensor) if gap > 0]

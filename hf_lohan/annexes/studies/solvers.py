@@ -1,7 +1,7 @@
 """Compares the plans of several solvers by their simulated steps.
 
-Algorithm 1 (`plan_search`) ranks activations by the sum of lanes, which does not know when a lane is busy. Its plan is
-also tried with what is swapped and spilled spread over the layers, and `migration` books each lane's time.
+Algorithm 1 (`plan_search`) ranks activations by the summed time of each lane. It does not know when a lane is busy. Its
+plan is also simulated with its swaps and spills spread over the layers. `migration` reserves the time of each lane.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_lohan.costs.offload_plan import (
 )
 
 EQUALLY_SHORT = 1.01
-"""Of plans within this factor of the shortest step, the one that writes least is chosen."""
+"""Plans within this factor of the shortest step count as equally short. Of these, the plan that writes least wins."""
 CLEARLY_LESS = 0.97
-"""Algorithm 1's plan stays unless another plan takes less than this share of its time, or writes less than this share
-of its bytes. Simulated steps are up to 5% off the measured ones, so smaller gains may be none."""
+"""Another plan replaces Algorithm 1's plan if its time, or its written bytes, are less than this fraction. Simulated
+steps differ from measured steps by up to 5%, so smaller gains may not be real."""
 AUTO_TAKES_THE_SHORTEST = False
-"""Whether `solver: auto` takes another plan than Algorithm 1's. It does not, because the gain of simulated steps did
-not show in measured ones (`scripts/benchmarks/bench_migration.py --measure`)."""
+"""Whether `_solver: auto` may take another plan than Algorithm 1's. It may not, because measured steps did not show the
+gain of simulated steps (`scripts/benchmarks/bench_migration.py --measure`)."""
 _WINDOWS = ((1, 2), (2, 3), (3, 4))
 """Pairs of `fetch_ahead` and `layers_leaving`. Wider windows take more memory of the device."""
 _SWAPPED = (Placement.CPU, Placement.SSD)
@@ -45,12 +45,12 @@ def choose_solver(
     *,
     compares: bool = False,
 ) -> OffloadPlan:
-    """Return Algorithm 1's ``plan``, or that of the solver in the setup, with the simulated steps of the solvers that
-    were tried. With `AUTO_TAKES_THE_SHORTEST`, `auto` is the shortest simulated step. ``compares``: try all solvers in
-    any case.
+    """Return ``plan``, which is Algorithm 1's, or the plan of the solver in the setup, with the simulated steps of the
+    solvers that were tried. With `AUTO_TAKES_THE_SHORTEST`, `auto` is the plan with the shortest simulated step.
+    ``compares``: try all solvers in any case.
 
-    The others are tried only with `activations: auto`, for a plan that fits. With several ranks nothing is simulated,
-    and the plan stays.
+    Other solvers are tried only with `activations: auto`, and for a plan that fits. With several ranks nothing is
+    simulated, and ``plan`` is returned.
     """
     solver = setup.solver
     found = [(plan, _simulated_s(model, hardware, setup, plan))]
@@ -79,8 +79,8 @@ def choose_solver(
 
 
 def shortest(found: Sequence[tuple[OffloadPlan, float | None]]) -> OffloadPlan:
-    """Return the plan that writes least among those whose simulated steps are about as short as the shortest. The
-    first plan stays unless another is clearly shorter, or writes clearly less."""
+    """Return the plan that writes least among the plans whose simulated steps are about as short as the shortest. The
+    first plan is returned unless another plan is clearly shorter or writes clearly less."""
     usual, usual_s = found[0][0], _simulated(found[0])
     fast_s = EQUALLY_SHORT * min(map(_simulated, found))
     fast = [one for one in found if _simulated(one) <= fast_s]
@@ -108,8 +108,8 @@ def _best_windows(
     plan: OffloadPlan,
     placements: ActivationPlacements,
 ) -> tuple[OffloadPlan, float | None] | None:
-    """Return the placements with the windows of the shortest simulated step, and this step. Wider windows are taken
-    only for a clearly shorter step. None if the placements do not fit."""
+    """Simulate the placements with several windows. Return the plan with the shortest step, and the seconds of this
+    step. Wider windows are taken only for a clearly shorter step. None if the placements do not fit."""
     best: tuple[OffloadPlan, float | None] | None = None
     for fetch_ahead, layers_leaving in _WINDOWS:
         placed = with_placements(
@@ -126,7 +126,7 @@ def _best_windows(
 def _other_placements(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan
 ) -> Iterator[tuple[SolverName, ActivationPlacements]]:
-    """Yield placements that differ. Those of the plan are among them, for wider windows."""
+    """Yield distinct placements. They include the placements of the plan, because wider windows may be faster."""
     seen: list[ActivationPlacements] = []
     makers: list[tuple[SolverName, Callable[[], list[ActivationPlacements]]]] = [
         ("algorithm_1_spread", lambda: [plan.activations, *spread_placements(model, plan.activations)]),
@@ -140,8 +140,8 @@ def _other_placements(
 
 
 def spread_placements(model: ModelProfile, activations: ActivationPlacements) -> list[ActivationPlacements]:
-    """Return the placements with what spills spread evenly over the layers, and also with what is swapped spread. The
-    bytes on each tier are about the same, and never more in RAM."""
+    """Return two variants of the placements: with the spills spread evenly over the layers, and with both swaps and
+    spills spread. The bytes on each tier are about the same. The bytes in RAM are never more."""
     spread_swaps = _with_swaps_spread(model, activations)
     return [_with_spills_spread(model, activations), _with_spills_spread(model, spread_swaps)]
 
@@ -159,7 +159,7 @@ def _with_spills_spread(model: ModelProfile, activations: ActivationPlacements) 
     in_ram, passed = 0, 0
     for name, operation, size in sizes:
         passed += size
-        # So much may be in RAM of what has passed, and the whole is a share of all.
+        # Of the bytes so far, RAM gets at most its overall share. So RAM never gets more bytes than before.
         fits = in_ram + size <= (all_bytes - spilled_bytes) * passed / all_bytes if all_bytes else True
         found[name][operation] = Placement.CPU if fits else Placement.SSD
         in_ram += size if fits else 0
@@ -167,7 +167,7 @@ def _with_spills_spread(model: ModelProfile, activations: ActivationPlacements) 
 
 
 def _with_swaps_spread(model: ModelProfile, activations: ActivationPlacements) -> ActivationPlacements:
-    """Swap as many outputs of each kind, but in layers that are evenly spread among those that do not keep it."""
+    """Swap the same number of outputs of each kind as before, but in evenly spaced layers. Kept outputs stay."""
     found = {name: dict(places) for name, places in activations.items()}
     kinds: dict[tuple[str, int], list[str]] = {}
     for layer in model.layers:
@@ -180,7 +180,7 @@ def _with_swaps_spread(model: ModelProfile, activations: ActivationPlacements) -
         for index, name in enumerate(layers):
             place = Placement.CPU if index in chosen else Placement.RECOMPUTE
             found[name][operation_name] = place
-    # The spilled bytes stay, and `_with_spills_spread` decides which these are.
+    # The number of spilled bytes stays. `_with_spills_spread` chooses the outputs later.
     spilled_bytes = _spilled_bytes(model, activations)
     for layer in model.layers:
         for own, size in _sizes(layer):

@@ -1,7 +1,7 @@
-"""Traces one forward and backward on fake tensors, with the birth, the uses and the death of each tensor.
+"""Traces one forward and backward on fake tensors, and records when each tensor is made, used and freed.
 
-Layers run under torch's checkpointing. Of layers that repeat only some are traced, each with the layers before and
-after it, and stand for the others.
+Layers run under torch's checkpointing. If layers repeat, only some are traced, each with the layer before it and the
+layer after it. A traced layer stands for all equal layers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from hf_lohan.planning.tracing.trace import forward_replaced, signature_of
 from hf_lohan.planning.tracing.traced_blocks import run_trace
 
 _PART: TypeAlias = tuple[int | None, str]
-"""A part of a step: the number of a layer (None for parts outside the layers), and a name."""
+"""A part of a step: the index of a layer (None for parts outside the layers), and a name."""
 _BEGIN: _PART = (None, "begin")
 _HEAD_BACKWARD: _PART = (None, "head backward")
 _END: _PART = (None, "end")
@@ -66,7 +66,7 @@ _SKIPPED: _PART = (None, "skipped")
 
 @dataclass(frozen=True, slots=True)
 class _Birth:
-    """A tensor by where it was born: the `number`-th of its part of the step."""
+    """Identifies a tensor: the `number`-th tensor that was made in a part of the step."""
 
     part: _PART
     number: int
@@ -74,11 +74,11 @@ class _Birth:
 
 @dataclass(slots=True)
 class _Part:
-    """The operations of one part of a step. Numbers of operations count from the part's first."""
+    """The operations of one part of a step. Indices of operations begin with 0 in each part."""
 
     operations: list[StepOperation] = field(default_factory=list)
     births: list[tuple[int, str, int]] = field(default_factory=list)
-    """By number of the tensor: the operation, the name and the bytes."""
+    """(index of the operation, name, bytes) of each tensor that is made."""
     uses: list[tuple[int, _Birth]] = field(default_factory=list)
     deaths: list[tuple[int, _Birth]] = field(default_factory=list)
     weight_uses: list[tuple[int, str]] = field(default_factory=list)
@@ -93,7 +93,7 @@ class StepTrace:
     operations: list[StepOperation] = field(default_factory=list)
     tensors: list[TensorLifetime] = field(default_factory=list)
     weight_uses: dict[str, list[int]] = field(default_factory=dict)
-    """By name of the weight, the operations that read it."""
+    """Maps the name of each weight to the indices of the operations that read it."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class _Tensor:
 
 
 class _DoesNotRepeat(Exception):
-    """Layers use each other's tensors so that one cannot stand for another."""
+    """Layers use each other's tensors, so that one layer cannot stand for another."""
 
 
 class _Recorder(FakeOperations):
@@ -130,10 +130,10 @@ class _Recorder(FakeOperations):
         self._times = 1
         self._alive: dict[int, tuple[_Birth, StorageWeakRef]] = {}
         self._weights: dict[int, str] = {}
-        for name, weight in weights.items():  # a tied weight has its first name
+        for name, weight in weights.items():  # a tied weight keeps its first name
             self._weights.setdefault(storage_id(weight), name)
         self._num_fakes: Counter[_Birth] = Counter()
-        """Number of fake tensors that stand for a real one, whose life ends with the last of them."""
+        """Number of fake tensors for each tensor. It counts as freed when the last of them is freed."""
 
     def to_fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor that counts as the same tensor."""
@@ -142,18 +142,18 @@ class _Recorder(FakeOperations):
         with self.uncounted():
             fake = self.fake_mode.from_tensor(tensor)
         held = self._alive.get(storage_id(tensor))
-        if held is not None and storage_id(fake) not in self._alive:  # a tensor has one fake
+        if held is not None and storage_id(fake) not in self._alive:  # the fake tensor is new
             self._alive[storage_id(fake)] = held[0], StorageWeakRef(fake.untyped_storage())
             self._num_fakes[held[0]] += 1
         return fake
 
     def repeat(self, times: int) -> None:
-        """Have the next operations stand for that many equal ones."""
+        """Let each of the next operations stand for ``times`` equal operations."""
         self._times = times
 
     def compute_experts(self, names: Sequence[str], flops: int, held: Sequence[Tensor]) -> None:
-        """Note an operation for each expert, in which its weights and the tensors ``held`` are in use. ``flops``: of
-        all experts."""
+        """Note an operation for each expert, which uses the expert's weights and the tensors ``held``. ``flops``: FLOPs
+        of all experts together."""
         part = self._now()
         births = [self._alive[key][0] for key in dict.fromkeys(map(storage_id, held)) if key in self._alive]
         for name in names:
@@ -208,7 +208,7 @@ class _Recorder(FakeOperations):
 
 
 class _TracedStep(nn.Module):
-    """Runs a model's forward and backward, in one call because layers run again in the backward."""
+    """Runs a model's forward and backward in one call, because layers run again in the backward."""
 
     def __init__(self, model: nn.Module, recorder: _Recorder) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _TracedStep(nn.Module):
 
 
 class _LayersOfStep:
-    """Runs some of a model's layers under a recorder. The others return what the layer before them returned."""
+    """Runs some layers of a model under a recorder. Other layers return the output of the layer before them."""
 
     def __init__(self, layers: Mapping[str, nn.Module], chosen: Sequence[int], recorder: _Recorder) -> None:
         self._layers = layers
@@ -253,7 +253,7 @@ class _LayersOfStep:
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if number <= self._last_called:
-                raise ValueError(f"{name} does not run once in a forward, so its tensors have no lifetimes")
+                raise ValueError(f"{name} does not run exactly once in a forward, so its tensors have no lifetimes")
             self._last_called = number
             if number not in self._chosen:
                 recorder.part = _SKIPPED
@@ -285,19 +285,19 @@ class _LayersOfStep:
 
 
 def _contexts(kinds: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-    """Return the kinds of each layer's predecessor, itself and its successor."""
+    """Return for each layer the kinds of its predecessor, itself and its successor."""
     padded = [None, *kinds, None]
     return list(zip(padded, padded[1:], padded[2:], strict=False))
 
 
 def _representatives(kinds: Sequence[Any]) -> list[int]:
-    """Return for each layer the first layer that has the same kind and neighbours of the same kinds."""
+    """Return for each layer the index of the first layer with the same kind and neighbours of the same kinds."""
     first: dict[Any, int] = {}
     return [first.setdefault(context, number) for number, context in enumerate(_contexts(kinds))]
 
 
 class _Composition:
-    """Puts together the step of all layers from the parts of the traced ones."""
+    """Composes the step of all layers from the parts of the traced layers."""
 
     def __init__(self, recorder: _Recorder, representatives: Sequence[int], names: Sequence[str]) -> None:
         self._parts = recorder.parts
@@ -328,7 +328,7 @@ class _Composition:
     def _add(self, key: _PART, traced: int | None = None) -> None:
         layer, part_name = key
         part = self._parts.get((traced, part_name))
-        if part is None:  # no text reaches the layer
+        if part is None:  # a traced text does not pass through the layer
             return
         step, base = self._step, len(self._step.operations)
         for operation in part.operations:
@@ -352,7 +352,7 @@ class _Composition:
                 gradient.is_gradient, gradient.name = True, self._named(name, layer, traced)
 
     def _named(self, name: str, layer: int | None, traced: int | None) -> str:
-        """Return a name for the layer instead of the traced one."""
+        """Return the name in ``layer`` for the name ``name`` in the traced layer."""
         if layer is None or traced is None:
             return name
         own = self._names[traced]
@@ -360,7 +360,7 @@ class _Composition:
         return self._names[layer] + name.removeprefix(own) if is_inside else name
 
     def _counterpart(self, birth: _Birth, layer: int | None, traced: int | None) -> _Tensor | None:
-        """Return the tensor that has the place of a traced one."""
+        """Return the tensor of ``layer`` for a tensor of the traced layer, or None if it was not traced."""
         of_layer, name = birth.part
         if birth.part == _SKIPPED:
             return None
@@ -384,9 +384,9 @@ def trace_step(
     fused_attention: bool = False,
     chunked_loss: ChunkedLoss | None = None,
 ) -> StepTrace:
-    """Trace the forward and backward of one micro-batch, whose layers are recomputed. Arguments are those of
-    `trace_model`. Gradients of weights die when they are complete. Experts that stream one by one are an operation
-    each, whose weights have the name of their block. Raises ValueError if a layer runs more than once."""
+    """Trace the forward and backward of one micro-batch. Layers are recomputed. Arguments are those of `trace_model`.
+    Gradients of weights are freed when they are complete. Each expert that is streamed is one operation, and its
+    weights have the name of its block. Raises ValueError if a layer runs more than once."""
     modules = modules_of(blocks)
     layers = {block.name: users[0] for block, users in modules.items() if block.size_class is SizeClass.LAYER}
     kinds, is_trained = (
@@ -457,7 +457,7 @@ def _enters_block(recorder: _Recorder, name: str) -> Callable[[nn.Module, Any], 
 
 def _takes_gradient(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
     def take(weight: Tensor) -> None:
-        if weight.grad is None:  # of experts, which compute nothing
+        if weight.grad is None:  # weights of experts, because fake experts compute nothing
             return
         recorder.add_gradient(name, weight.grad)
         weight.grad = None
@@ -472,7 +472,7 @@ def lifetimes_of_step(
     *,
     fused_attention: bool = False,
 ) -> StepLifetimes:
-    """Return when each tensor of one planned micro-batch, its gradients and its update is in use.
+    """Return the lifetimes of the tensors of one planned micro-batch, of its gradients and of its update.
 
     Layers are recomputed, whatever the plan keeps or swaps. Arguments are those of `plan_step`, and ``model`` is the
     model of the plan. Raises ValueError for a model in which a layer runs more than once.

@@ -1,4 +1,4 @@
-"""What `lohan plan` and a run ask about every plan: the solvers, and the simulated step."""
+"""Compares solvers and simulates the step of a plan, for `lohan plan` and for runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hf_lohan.planning.studies import SIMULATED, PlanStudies
 from hf_lohan.wording import listed, seconds
 
 WORTH_NAMING_S = 0.01
-"""Shorter waits, as a share of the simulated step, are not printed."""
+"""Waits shorter than this fraction of the simulated step are not printed."""
 _WAITS = {
     "gradients": "buffers of gradients",
     "commit": "a commit",
 }
-"""What computing waits for, where the simulation's word for it is not enough."""
+"""Names that are printed for waits, if the name in the simulation is not clear enough."""
 
 
 class Studies(PlanStudies):
-    """Simulates steps. With several ranks nothing is simulated."""
+    """Simulates steps of runs with one rank. Runs with several ranks are not simulated."""
 
     def choose_solver(
         self,
@@ -55,7 +55,7 @@ class Studies(PlanStudies):
         usual = next((solved for solved in plan.solvers if solved.name == "algorithm_1"), None)
         if plan.solver != "algorithm_1" and usual is not None and usual.simulated_step_s is not None:
             usual_s = seconds(usual.simulated_step_s)
-            yield f"The plan is that of the solver {plan.solver}. Algorithm 1's would take {usual_s} simulated."
+            yield f"The plan is of the solver {plan.solver}. Algorithm 1's plan would take {usual_s} if simulated."
 
 
 def _simulated(planned: PlannedStep) -> SimulatedStep | None:

@@ -54,15 +54,15 @@ class KeptActivations:
     num_bytes: int
 
     def inputs_alone(self, input_bytes: Sequence[int]) -> KeptActivations:
-        """Return the inputs among these. ``input_bytes``: those of all layers."""
+        """Return only the kept inputs. ``input_bytes``: the bytes of each layer's input."""
         num_bytes = sum(input_bytes[len(input_bytes) - self.num_inputs :])
         return KeptActivations(self.num_inputs, np.zeros_like(self.num_of_kind), num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The ways to swap what is not kept. Fields are sums [num_candidates]. `swapped` has counts [num_candidates,
-    kinds]."""
+    """The ways to swap activations that are not kept. Fields are sums [num_candidates]. `swapped` has counts
+    [num_candidates, kinds]."""
 
     kept: KeptActivations
     swapped: Counts
@@ -106,7 +106,7 @@ class ActivationChoices:
         return [self._fill(order, budget_bytes) for order in orders]
 
     def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
-        """Return the ways to swap what is not in `kept`. Only one way exists unless `activations` is "auto"."""
+        """Return the ways to swap activations that are not kept. Only one exists unless `activations` is "auto"."""
         counts = self._counts
         if activations in ("recompute", "inputs"):
             counts = np.zeros_like(counts[:1])
@@ -129,7 +129,7 @@ class ActivationChoices:
         )
 
     def _last_layers_first(self) -> Iterator[tuple[int | None, int]]:
-        """Yield (kind, or None for a layer's input; bytes) in the order in which they are kept."""
+        """Yield (kind, bytes) of activations in the order in which they are kept. A layer's input has kind None."""
         of_layer: list[list[int]] = [[] for _ in self.layers]
         for index, kind in enumerate(self.kinds):
             for layer, _ in kind.places:
@@ -165,7 +165,7 @@ def _group(
     operation_s: Callable[[OperationProfile], float],
     reload_bytes: Callable[[BlockProfile], float],
 ) -> list[OperationKind]:
-    """Kinds in falling order of their benefit."""
+    """Return the kinds in falling order of their benefit."""
     kinds: dict[tuple[float, float, int, float, bool], OperationKind] = {}
     for layer_index, layer in enumerate(layers):
         for index, operation in enumerate(layer.operations):

@@ -2,8 +2,8 @@
 
 Swapped activations and held gradients share RAM. In backward, activations leave from the last layer on while gradients
 arrive. During the next forward, gradients are applied from the first block on while activations arrive. Each is at its
-peak when the other is at its minimum. The next forward passes through the same states as backward in reverse, so what
-fits in backward also fits in it.
+peak when the other is at its minimum. The next forward passes through the same states as backward in reverse, so memory
+that is enough in backward is also enough in the next forward.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hf_lohan.costs.step.step_costs import Values
 class FullestMoment:
     """The peak of one model's device memory. It is in the backward of a layer or of the head, when memory holds
 
-    * what earlier layers keep;
-    * the layer's own work, with all that autograd saves of it (this already counts outputs that the layer keeps, except
-      one as wide as the layer's input, which autograd need not save);
-    * what was swapped of the previous layer and comes back (of a layer in chunks, its input and one chunk);
+    * the activations that earlier layers keep;
+    * the layer's own work, with all tensors that autograd saves (this already counts outputs that the layer keeps,
+      except one as wide as the layer's input, which autograd need not save);
+    * the swapped activations of the previous layer that come back (of a layer in chunks, its input and one chunk);
     * the gradient of a head that is tied to the embeddings, which waits for the embeddings' gradient.
 
     Or it is in the forward of a layer. Memory then holds the layer's outputs, and those of the two previous layers,
@@ -52,8 +52,8 @@ class FullestMoment:
                 self._num_in_layer[index, layer] += 1
 
     def beside_kept(self, candidates: Candidates, *, keeps_all: bool = False) -> Values:
-        """Return the bytes [num_candidates] of the working set, which is what the device holds at the peak beside kept
-        activations. ``keeps_all``: nothing is recomputed, so all that autograd saves stays."""
+        """Return the bytes [num_candidates] of the working set, which is the memory at the peak without kept
+        activations. ``keeps_all``: nothing is recomputed, so all tensors that autograd saves stay."""
         num_layers, kept = len(self._layers), candidates.kept
         if not num_layers:
             return np.full(len(candidates.swapped), float(self._outer_bytes))
@@ -78,9 +78,9 @@ class FullestMoment:
         layers_leaving: int = LAYERS_LEAVING,
         keeps_all: bool = False,
     ) -> Values:
-        """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` and ``own`` [num_layers]: what a
-        layer keeps, and its outputs in that. ``swapped`` [num_candidates, num_layers]: what leaves. ``fetch_ahead``
-        layers come back before their backward, and ``layers_leaving`` leave while the next one computes."""
+        """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` [num_layers]: bytes that each layer
+        keeps. ``own`` [num_layers]: the part of them in its outputs. ``swapped`` [num_candidates, num_layers]: bytes
+        that leave. ``fetch_ahead`` layers come back early, and ``layers_leaving`` leave while the next one computes."""
         before = np.cumsum(kept) - kept
         swapped = swapped / self._num_together
         of_one = own * self._chunk_shares / self._num_together
@@ -141,8 +141,8 @@ def held_beside(
     ram_bytes: float,
 ) -> Values:
     """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
-    in forward order. ``put_away``: by layer in forward order, what activations take after the forward has run the
-    layer. The first gradients that arrive, those of the last blocks, have ``num_held_chunks`` buffers."""
+    in forward order. ``put_away``: the bytes that activations take after the forward has run a layer, by layer in
+    forward order. The gradients that arrive first, those of the last blocks, have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)
     stretches: list[tuple[Values, list[BlockGradient]]] = []  # blocks after which activations take equal RAM
     for gradient in gradients:

@@ -45,10 +45,10 @@ from hf_lohan.costs.step.step_costs import Choice, Values, gradient_itemsize, op
 COMMIT_FRACTION = 0.02
 """Commits may lengthen steps by this share, on average."""
 COMMITTED_BYTES_PER_S = 2e6
-"""Commits may write this much on average, which is a quarter of what a consumer drive with an endurance of 1.2 PB takes
-for the five years of its warranty."""
+"""Commits may write at this rate on average. It is a quarter of the rate that wears out a consumer drive with an
+endurance of 1.2 PB in the five years of its warranty."""
 LITTLE_S, LITTLE_BYTES = 0.25, 64 << 20
-"""Every step is committed if that lengthens it by less than this time and writes fewer bytes more."""
+"""Every step is committed if that lengthens it by less than this time and adds fewer written bytes than this."""
 AS_FAST = 1.03
 """A plan that writes less to the drives may take at most this many times as long as the fastest."""
 EQUALLY_FAST = 1 + 1e-9
@@ -58,7 +58,7 @@ EQUALLY_FAST = 1 + 1e-9
 def plan_offload(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, swapped_bytes: int | None = None
 ) -> OffloadPlan:
-    """Return the fastest plan (LoHan's Algorithm 1, extended by what stays on the device).
+    """Return the fastest plan (LoHan's Algorithm 1, extended by activations that stay on the device).
 
     With `swapped_bytes`, return instead the plan in Algorithm 1's sequence that swaps the most, but at most this number
     of bytes. Layer inputs that the device cannot keep are swapped in any case. If nothing fits, the plan's `refusal`
@@ -403,7 +403,7 @@ class _Search:
 
 
 _DECIDED = ("num_tokens", "model_flops", "case", "kept_bytes", "recomputed_flops", "tier_bytes", "fits")
-"""Return the prediction's figures that do not depend on the hardware."""
+"""Figures of a prediction that do not depend on the hardware."""
 
 
 def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> StepPrediction:

@@ -1,4 +1,4 @@
-"""Costs of streamed experts for drives, link and RAM, beside the rest of the model.
+"""Costs of streamed experts for drives, link and RAM, in addition to the rest of the model.
 
 With several ranks each expert belongs to one rank. The owner loads it if a token of any rank chooses it, and the rows
 of tokens go to the owner.
@@ -19,8 +19,8 @@ from hf_lohan.costs.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 ROUTER_SYNC_S = 50e-6
 """Seconds until the host knows the choices of a router on the device."""
 MOST_STEPS_BEHIND = 5
-"""A core makes up a missed step in 0.75 ns per parameter. This number of steps takes about as long as a drive of 3 GB/s
-takes to read the parameter's 12 bytes, for which a load of the expert waits anyway."""
+"""A core applies a missed step in 0.75 ns per parameter. This number of steps takes about as long as a drive of 3 GB/s
+takes to read the parameter's 12 bytes. A load of the expert waits for this read anyway."""
 LAZY_FROM_SHARE = 0.2
 """The least share of experts without tokens for lazy updates. With a smaller share, reading moments with weights in a
 forward costs as much as it saves."""
@@ -110,8 +110,8 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True)
 class RowTraffic:
-    """Bytes of rows that one rank sends to owners in a pass over all layers, and that all ranks get back as results.
-    With equal ranks, a rank receives as many."""
+    """Bytes of rows that one rank sends to owners in a pass over all layers, and bytes of the results that return. If
+    ranks are equal, a rank receives the same number of bytes."""
 
     row_bytes: float
     """Rows of tokens, once for each rank that owns an expert of the token."""
@@ -132,7 +132,7 @@ class RowTraffic:
         return 2 * self.row_bytes + 3 * self.index_bytes + self.result_bytes
 
     def to_owners(self) -> float:
-        """Return the bytes of a forward without what the owner returns. Those of a backward are twice as many."""
+        """Return the bytes that go to owners in a forward. In a backward twice this number goes to owners."""
         return self.row_bytes + self.index_bytes
 
 
@@ -140,8 +140,8 @@ _INDEX_BYTES = 4
 
 
 def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = None) -> RowTraffic:
-    """Return the rows of one rank's micro-batch that go to the experts of other ranks, of ``num_ranks`` in all. With
-    ``num_local``, those that go to other nodes of this number of ranks, once for each node.
+    """Return the traffic of one rank's micro-batch to the experts of other ranks, of ``num_ranks`` in all. With
+    ``num_local`` ranks on a node, return the traffic to other nodes, in which rows are sent once to each node.
 
     A token reaches m of E experts with the probability 1 - C(E - m, k) / C(E, k) for k choices.
     """
@@ -159,7 +159,7 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
         receivers = [
             list(chain.from_iterable(owned[first : first + at_once])) for first in range(0, num_ranks, at_once)
         ]
-        share = 1 - at_once / num_ranks  # the mean over all senders of what goes to other receivers
+        share = 1 - at_once / num_ranks  # the share that goes to other receivers, as a mean over all senders
         reached = math.fsum(map(experts.chance_to_reach, receivers))
         rows += share * experts.num_tokens * reached * row_bytes
         choices += share * experts.num_tokens * experts.num_chosen * row_bytes
@@ -170,9 +170,9 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
 def most_loaded(
     experts: ExpertsProfile, layer: int, num_ranks: int, *, num_local: int = 1, least_rows: int = 0
 ) -> float:
-    """Return the rows of the rank with the most rows over the mean of all ranks, by the measured routing. A layer waits
-    for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the ranks of nodes of
-    ``num_local`` ranks balance their rows, by segments of at least this many rows."""
+    """Return the rows of the rank with the most rows, divided by the mean of all ranks, by the measured routing. A
+    layer waits for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the ``num_local``
+    ranks of a node balance their rows, in segments of at least this number of rows."""
     chances = experts.chances or (experts.num_chosen / experts.num_experts,) * experts.num_experts
     owned = experts.owned(layer, num_ranks)
     loads = [num_ranks * math.fsum(chances[expert] for expert in own) for own in owned]

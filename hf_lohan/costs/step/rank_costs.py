@@ -3,8 +3,8 @@ shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
 CPU, RAM and the network to other nodes. They pass weights and gradients through RAM, or from device to device. Each of
-Y nodes owns 1/Y of the records, and its ranks read, update and write these. All weights go to every device, except
-those of streamed experts, to whose owners the rows of tokens go.
+Y nodes owns 1/Y of the records, and its ranks read, update and write these. All weights except streamed experts go to
+every device. Rows of tokens go to the owners of streamed experts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSe
 
 def _sent_of_table(table: BlockProfile, num_tokens: int, cluster: Cluster, gradient_itemsize: int) -> tuple[int, int]:
     """Return the bytes that a node sends of a table's rows in a forward, and of its gradient in a backward, if each
-    rank has ``num_tokens`` tokens. A node sends the rows that have a token on any of its ranks, summed, and a bit for
-    each row."""
+    rank has ``num_tokens`` tokens. A node sends the summed gradients of rows that have a token on any of its ranks, and
+    a bit for each row."""
     assert table.rows is not None
     elsewhere = 1 - 1 / cluster.num_nodes
     num_rows, num_params = table.rows.num_rows, table.num_trainable_params
@@ -73,7 +73,7 @@ class RankStepCosts(StepCosts):
         self._spilled_gradient_bytes *= num_local
         tables = [block for block in model.blocks if block.rows is not None]
         self._table_bytes = sum(block.read_bytes for block in tables)
-        """Of tables of which only rows are loaded, what a rank's micro-batch reads. Each rank asks the owners for its
+        """Bytes that a rank's micro-batch reads of tables that are loaded by rows. Each rank asks the owners for its
         own rows, and all other weights go to all ranks together."""
         whole_bytes = self._param_bytes - self._table_bytes
         self._own_param_bytes = whole_bytes / num_nodes + num_local * self._table_bytes
@@ -89,7 +89,7 @@ class RankStepCosts(StepCosts):
             gradient_itemsize=model.param_itemsize,
             is_summed=setup.num_together > 1,
         )
-        """Without rows of tables."""
+        """Bytes that a node sends, without rows of tables."""
         self._sent_bytes = dict(self._sent_of_whole)
         itemsize = cluster.sent_gradient_itemsize(model.param_itemsize, is_summed=setup.num_together > 1)
         for table in tables:
@@ -113,12 +113,12 @@ class RankStepCosts(StepCosts):
         self._saved_gradient_bytes = 0.0 if self._devices_add else coded_bytes * (1 - coded_fraction)
         """Bytes of gradients that a codec saves on a device's link to RAM, in each backward."""
         self._exchanged_gradient_bytes = self._from_devices * coded_fraction * coded_bytes if self._devices_add else 0.0
-        # Of each chunk, one device copies a sum to RAM instead of all devices their gradients.
+        # One device copies the sum of a chunk to RAM. Without devices that add, each device copies its gradient.
         num_summed = model.dense_trainable_params - sum(table.num_trainable_params for table in tables)
         self._not_to_host_bytes = coded_bytes - SUM_BYTES * num_summed / num_local if self._devices_add else 0.0
         self._not_on_host_bytes = coded_bytes if self._devices_add else 0.0
         self._num_added_params = num_summed / num_nodes if self._devices_add else 0.0
-        """Of `_num_summed_params`, those that devices add."""
+        """The part of `_num_summed_params` that devices add."""
         # Blocks with packed weights, and rows, are not coded.
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
@@ -159,7 +159,7 @@ class RankStepCosts(StepCosts):
 
     def _add_links_between_devices(self, lanes: dict[str, Values], load: ResourceUse) -> None:
         """Add the lane of links between devices. An exchange stands in one queue with the copies of its direction. If
-        there is no other link between devices, it takes both directions of the link to RAM."""
+        there is no other link between devices, an exchange takes both directions of the link to RAM."""
         hardware = self._hardware
         gathered_s, exchanged_s = (
             num_bytes / hardware.between_gpus_bytes_per_s for num_bytes in (load.gathered_bytes, load.exchanged_bytes)
@@ -173,8 +173,8 @@ class RankStepCosts(StepCosts):
             lanes["link"] = lanes["link"] + both_bytes / hardware.duplex_bytes_per_s
 
     def _longest(self, load: ResourceUse) -> tuple[float, str]:
-        """Return the seconds of the longest lane, and its resource, which is the links between devices if exchanges are
-        most of a link's lane."""
+        """Return the seconds of the longest lane, and its resource. If exchanges between devices are most of the lane
+        of a link, the resource is "gpu_link"."""
         seconds, resource = super()._longest(load)
         if self._from_devices and resource in ("h2d", "d2h") and not self._hardware.gpus_share_links:
             num_bytes = load.gathered_bytes if resource == "h2d" else load.exchanged_bytes
@@ -190,7 +190,7 @@ class RankStepCosts(StepCosts):
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
-        # Ranks read their own shards again, whatever nodes have of the others' shards. Blocks that are still in slots
+        # Ranks read their own shards again, even if nodes keep shards of other ranks. Blocks that are still in slots
         # are not loaded.
         turnaround_bytes = self._setup.turnaround_bytes / self._cluster.num_nodes
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
@@ -311,9 +311,9 @@ class RankStepCosts(StepCosts):
         )
 
     def _row_bytes_of_rank(self, choice: Choice) -> float:
-        """Return the bytes of rows of experts that a rank sends in a forward and a backward. Rows for a rank of its own
-        node go there from the rank that has them, or from the one to which their node has sent them once. Results go
-        straight to the rank of their rows."""
+        """Return the bytes of rows of experts that a rank sends in a forward and a backward. Within its node, a rank
+        sends its own rows, and rows that another node has sent to it once. Results go straight to the rank of their
+        rows."""
         cluster, rows, to_nodes = self._cluster, self._rows, self._rows_to_nodes
         share_within = cluster.num_nodes * (self._num_local - 1) / max(1, cluster.num_ranks - 1)
         to_owners = share_within * rows.to_owners() + to_nodes.to_owners()
@@ -322,8 +322,8 @@ class RankStepCosts(StepCosts):
         return num_forwards * forward_bytes + 2 * to_owners + rows.result_bytes + rows.index_bytes
 
     def _rows_equal_weights_at(self, sent_bytes: dict[CollectiveName, int]) -> float | None:
-        """Return the tokens of a rank's micro-batch whose rows are as many bytes between nodes as the experts' weights
-        and gradients would be, if all ranks computed all experts. None if no rows leave a node."""
+        """Return the number of tokens of a rank's micro-batch with which rows take as many bytes between nodes as the
+        experts' weights and gradients would, if all ranks computed all experts. None if no rows leave a node."""
         row_bytes = sent_bytes.get("forward_tokens", 0) + sent_bytes.get("backward_tokens", 0)
         if not row_bytes:
             return None
@@ -340,7 +340,7 @@ class RankStepCosts(StepCosts):
         return model.num_tokens * more_bytes / row_bytes
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
-        """Return, for each resource, T*: the tokens above which compute hides it (see `_ssd_hides_from`)."""
+        """Return T* of each resource: the number of tokens above which computing takes longer (`_ssd_hides_from`)."""
         costs = self._with(num_micro_batches=1)
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
 

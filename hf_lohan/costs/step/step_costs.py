@@ -38,8 +38,8 @@ the other cores wait. Measured on two cores, which were busy for 6.1 of 7.0 core
 WORTH_PARKING = 0.99
 """Updates are parked if a step then takes less than this share of its time."""
 MORE_PARKED = 1.2
-"""How many times as many updates are parked as fit under the forward, if the rest then fits under the backward. Rates
-of drives vary, so a few more keep them busy."""
+"""Parked updates are at most this multiple of the updates that fit under the forward, if the rest fits under the
+backward. Rates of drives vary, so a few more updates keep them busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class ResourceUse:
     ssd_read_bytes: Values
     ssd_write_bytes: Values
     hashed_on_device_bytes: Values
-    """The part of the bytes of SSDs whose checksums the device computes."""
+    """The part of the SSD bytes whose checksums the device computes."""
     updated_params: Values
     net_bytes: Values
     host_bytes: Values
     gathered_bytes: Values
-    """Weights that a device gets from those of other ranks of its node."""
+    """Weights that a device gets from devices of other ranks of its node."""
     exchanged_bytes: Values
-    """Gradients that a device sends to those of other ranks of its node."""
+    """Gradients that a device sends to devices of other ranks of its node."""
     wait_s: Values
     """Seconds in which no resource can work."""
 
@@ -156,7 +156,7 @@ def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 
 def repeated_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """Return the seconds in which a layer's backward in chunks makes keys and values again."""
+    """Return the seconds in which a layer's backward in chunks recomputes keys and values in addition."""
     rate = hardware.device.memory_bytes_per_s
     return block.repeated_flops / hardware.device.flops_per_s + (block.repeated_bytes / rate if rate else 0.0)
 
@@ -168,15 +168,15 @@ def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 def lending_layers(model: ModelProfile, hardware: HardwareProfile) -> list[BlockProfile]:
     """Return the layers whose slots updates in backward borrow, if slots are enough. A layer lends its slot if the
-    layer before it in backward has given back its own (`SlotRing.borrow_slot`). Where the device computes while the
-    host goes on, that is every second layer."""
+    layer before it in backward has given back its own (`SlotRing.borrow_slot`). If the device computes while the host
+    goes on, every second layer lends its slot."""
     trained = [layer for layer in reversed(model.layers) if layer.num_trainable_params]
     return trained if hardware.device.shares_cpu else trained[::2]
 
 
 def gradient_itemsize(model: ModelProfile, setup: TrainingSetup) -> int:
-    """Return the bytes of an element of a gradient that leaves the device. Those of micro-batches that run together are
-    summed there, in float32."""
+    """Return the bytes of an element of a gradient that leaves the device. Gradients of micro-batches that run together
+    are summed on the device, in float32."""
     return max(SUM_BYTES, model.param_itemsize) if setup.num_together > 1 else model.param_itemsize
 
 
@@ -204,7 +204,7 @@ class StepCosts:
         # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_loaded_bytes if self._is_copied else 0
-        # Then the device computes checksums. Ranks read weights to the memory that their node shares.
+        # If files move to the device, it computes checksums. Several ranks read weights to shared host memory instead.
         self._hashes_swapped = float(hardware.device.moves_files)
         self._hashes_weights = float(hardware.device.moves_files and setup.cluster == ONE_RANK)
         self._decoded_numel, self._decoded_per_expert_byte = model.decoded_numel, model.decoded_per_expert_byte
@@ -232,9 +232,9 @@ class StepCosts:
         self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
         )
-        # An update writes what it has read. Between commits, records in RAM stay there.
+        # An update writes the records that it has read. Between commits, records in RAM stay there.
         unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
-        # Copies have padding, so together they may be larger than what an update writes.
+        # Copies have padding, so together they may be larger than the records that an update writes.
         least_bytes = self._update_write_bytes * setup.committed_fraction
         self._update_write_bytes = max(least_bytes, self._update_write_bytes - int(unwritten_bytes))
 
@@ -257,8 +257,8 @@ class StepCosts:
         return replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
 
     def parked_share(self, choice: Choice, clip: ClipMode, most: Values) -> Values:
-        """Return the share of updates in backward to park, at most ``most``, and 0 where that does not pay. It is what
-        fits under the forward, or less if the rest fits under the backward."""
+        """Return the share of updates in backward to park, at most ``most``; 0 if parking does not pay. Parked updates
+        fit under the forward. The share is less if the rest of the updates fits under the backward."""
         last = self._last_backward(choice)
         free = self._share_under(self._forward(choice), self._forward_under_update(choice))
         late = 1 - self._share_under(last, last + self._update_in_backward(choice, clip))
@@ -367,8 +367,8 @@ class StepCosts:
         return busy_s
 
     def predict(self, choice: Choice, clip: ClipMode, **decided: Any) -> StepPrediction:
-        """Predict the step of one choice (arrays of one element). ``decided``: the prediction's fields that cost no
-        time."""
+        """Predict the step of one choice (arrays of one element). ``decided``: the fields of the prediction that are
+        already known."""
         phases = self.phases(choice, clip)
         forwards = [phase for phase in phases if phase.is_forward]
         backwards = [phase for phase in phases if not phase.is_forward]
@@ -472,8 +472,8 @@ class StepCosts:
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
     def _decoding(self, skipped_bytes: float, expert_bytes: Values | float) -> tuple[Values | float, Values | float]:
-        """(seconds of compute, bytes of the link that take as long) for decoding what a pass loads. ``skipped_bytes``
-        of weights are in slots already. A device decodes between its copies."""
+        """Return (seconds of compute, bytes of the link that take as long) for decoding the weights that a pass loads.
+        ``skipped_bytes`` of weights are in slots already. A device decodes between its copies."""
         share = self._decoded_numel / self._param_bytes if self._param_bytes else 0.0
         numel = max(0.0, self._decoded_numel - share * skipped_bytes) + self._decoded_per_expert_byte * expert_bytes
         if not self._is_copied:
@@ -518,8 +518,8 @@ class StepCosts:
         return self._hashes_weights * weight_bytes + self._hashes_swapped * spilled_bytes
 
     def _forward_read_bytes(self) -> float:
-        """Return the bytes of weights. Copies are whole records, whose padding makes them a little larger than the
-        weights."""
+        """Return the bytes of weights that a forward reads. Copies in RAM are whole records, which are a little larger
+        than the weights because of padding."""
         return max(0, self._param_bytes - self._resident_param_bytes)
 
     def _backward_read_bytes(self) -> float:

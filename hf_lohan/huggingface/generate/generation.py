@@ -1,5 +1,4 @@
-"""Loads a checkpoint for generation. The first run streams the weights to the store, and later runs use them from
-there."""
+"""Loads a checkpoint for generation. The first run streams the weights to the store, and later runs use the store."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from hf_lohan.wording import format_bytes, times
 logger = logging.getLogger(__name__)
 
 _FACT = "generates"
-"""Key of a commit's facts: the fingerprint of the weights' files."""
+"""Name of a fact in the commit: the fingerprint of the checkpoint's files."""
 _BUFFERS = "all_buffers.safetensors"
-"""File in a commit's journal: all buffers of the model, including those that checkpoints leave out."""
+"""File in the commit's journal with all buffers of the model, also buffers that are not in checkpoints."""
 _FILES = (".safetensors", ".bin", ".json")
 
 
@@ -51,29 +50,29 @@ def load_for_generation(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a model for `generate`. Each token streams its weights from the store.
+    """Load a model for `generate`. The weights are streamed from the store for each token.
 
     Args:
         path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
         offload: anything that `OffloadConfig.load` takes.
-        max_length: the largest number of tokens of a sequence, including its prompt. Required. `gpu_memory` keeps room
-            for their keys and values. A call with more tokens raises RuntimeError.
+        max_length: maximum number of tokens of a sequence, including its prompt. Required. A part of `gpu_memory` is
+            reserved for their keys and values. A call with more tokens raises RuntimeError.
         num_sequences: the number of prompts times the number of beams.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
         dtype: dtype of the weights. "auto" is the checkpoint's dtype, or float32 for float16.
         default_ssd_path: the store's folder if the configuration has no path.
         model_class: a class or an auto class of transformers. The default is the class that the config names.
         revision, token: for a model in the Hub, as for `AutoModelForCausalLM.from_pretrained`.
-        trust_remote_code: run the code that the checkpoint has.
-        kwargs: as for the model class's `from_pretrained`, such as `attn_implementation`, and entries that override
-            those of the checkpoint's config.
+        trust_remote_code: run code from the checkpoint.
+        kwargs: arguments of the model class's `from_pretrained`, such as `attn_implementation`, and values for the
+            checkpoint's config.
 
     The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
-    change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
-    values, or if the store has another model.
+    change. Raises ValueError, before weights are read, if two layers and the keys and values do not fit the budgets, or
+    if the store has another model.
 
-    With several ranks (processes of one launcher), all call this together. Each stores its shard of each layer, or
-    whole experts, and all must then call `generate` equally often. Their prompts may differ.
+    With several ranks (processes of one launcher), all ranks call this together. Each rank stores its shard of each
+    layer, or whole experts. Then all ranks must call `generate` equally often. Their prompts may differ.
     """
     from transformers import GenerationConfig
 
@@ -115,7 +114,7 @@ def load_for_generation(
     with run.tiers(layout, settings) as tiers:
         is_stored = all_agree(run.links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
         if is_stored and _take_buffers(skeleton, tiers.store):
-            tiers.store.drop_drafts()  # drops the zeros with which a new store begins
+            tiers.store.drop_drafts()  # a store that was opened anew begins with drafts of zeros
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
             if (Path(recipe.checkpoint.folder) / "generation_config.json").is_file():
@@ -131,19 +130,19 @@ def load_for_generation(
             buffers = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in _buffers(model)}
             tiers.store.commit({_FACT: fingerprint}, {_BUFFERS: save(buffers)})
         engine = attach(model.eval(), layout, tiers, settings)
-    engine.commits.leave_to_journal()  # the weights do not change any more, so no commit follows
-    # Torch chooses other kernels for weights without gradients, and the stock model's weights have gradients.
+    engine.commits.leave_to_journal()  # the weights no longer change, so no more commits are needed
+    # torch chooses kernels by `requires_grad`, which is True for the weights of the stock model.
     model.requires_grad_(True)
-    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # before the engine would begin a step
+    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # must precede the hook that begins a step
     model.register_forward_pre_hook(partial(_refuse_more_tokens, num_sequences, max_length), with_kwargs=True)
     logger.info("each token reads %s from the drives", format_bytes(bytes_per_token(layout)))
     return model
 
 
 def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
-    """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward without values. One layer
-    counts twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has
-    no tensors to count."""
+    """Return the size of a model's keys and values for ``num_tokens`` tokens, from a forward on fake tensors. The
+    largest layer counts twice, because its old and new tensors exist at the same time when a token is added. Warns if
+    the cache has no tensors to count."""
     model = build().eval()
     tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
     cache = cache_among(forward_without_values(model, input_ids=tokens, use_cache=True))
@@ -153,7 +152,7 @@ def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences:
     ]
     if not any(layers):
         logger.warning(
-            "the cache of %s has no tensors that can be counted, so gpu_memory keeps no room for it", type(model)
+            "the cache of %s has no tensors that can be counted, so gpu_memory reserves nothing for it", type(model)
         )
     num_elements = sum(layers) + max(layers, default=0)
     return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
@@ -169,7 +168,7 @@ def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a model of load_for_generation cannot be trained, and was called with gradients enabled; call it under "
+            "a model of load_for_generation cannot be trained, but it was called with gradients enabled; call it under "
             "torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
         )
 
@@ -177,7 +176,7 @@ def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
 def _refuse_more_tokens(
     num_sequences: int, max_length: int, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise RuntimeError if a call needs more keys and values than `gpu_memory` has room for."""
+    """Raise RuntimeError if the keys and values of a call do not fit the reserved part of `gpu_memory`."""
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -199,8 +198,8 @@ def _is_in_store(store: Store, fingerprint: str) -> bool:
 
 
 def _take_buffers(skeleton: nn.Module, store: Store) -> bool:
-    """Connect a model on meta to its weights in the store, and load its buffers. Returns False, and changes nothing, if
-    the model's class makes tensors during loading that the store does not have."""
+    """Connect a model on the meta device to its weights in the store, and load its buffers. If the model has tensors
+    that are not in the store, change nothing and return False."""
     assert store.committed is not None
     values = load(store.committed.journal[_BUFFERS])
     modules = dict(skeleton.named_modules())

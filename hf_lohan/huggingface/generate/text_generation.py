@@ -1,4 +1,4 @@
-"""Generates text with a checkpoint that may be larger than RAM, and compares the time with its lower bound."""
+"""Generates text with a checkpoint that may be larger than RAM, and compares the time with a lower bound."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MEASURING_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """What to generate, and how to choose the next token. With `temperature`, `top_p` or `seed` it is sampled, with
-    several beams it comes from beam search, and without these it is the likeliest one."""
+    """The prompt, and the way to choose the next token. With `temperature`, `top_p` or `seed` tokens are sampled. With
+    several beams they come from beam search. Otherwise the likeliest token is chosen."""
 
     prompt: str
     max_new_tokens: int = 128
@@ -70,40 +70,39 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationFigures:
-    """Figures of a generation. Each pass makes one token of each sequence. The first pass reads the prompt."""
+    """Figures of a generation. Each pass generates one token of each sequence. The first pass computes the prompt."""
 
     num_prompt_tokens: int
     num_passes: int
     load_s: float
     first_pass_s: float
     pass_s: float
-    """Average time of the passes after the first; 0.0 if there were none."""
+    """Average seconds of the passes after the first. 0.0 if there was one pass."""
     read_bytes: float
     """Average number of bytes that a pass after the first reads from the drives."""
     missing_bytes: int
-    """Bytes of weights that a pass must read, because neither slots nor copies in RAM keep them."""
+    """Bytes of weights that a pass must read, because they are not in slots and have no copy in RAM."""
     drive_bytes_per_s: float
-    """Measured rate of reading from all drives of the store together; 0.0 if `missing_bytes` is 0."""
+    """Measured rate of reading from all drives of the store together. 0.0 if `missing_bytes` is 0."""
     num_expert_loads: int = 0
-    """Loads of streamed experts in all passes."""
+    """Number of loads of streamed experts in all passes."""
     num_experts_from_ram: int = 0
-    """Loads of streamed experts from RAM."""
+    """Number of these loads that came from RAM."""
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of a pass's time. The drives read the missing bytes, or fewer if slots kept more weights."""
+        """Lower bound of the seconds of a pass. The drives read the missing bytes, or fewer if slots kept weights."""
         num_bytes = min(self.missing_bytes, self.read_bytes)
         return num_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
 
 
 class PassClock(LogitsProcessor):
-    """Logits processor that records the time and the bytes read so far at each pass, and returns the scores
-    unchanged."""
+    """Logits processor that records the time and the bytes read so far in each pass. It does not change the scores."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self.passes: list[tuple[float, int]] = []
-        """(seconds of `time.perf_counter`, bytes read so far)."""
+        """(seconds of `time.perf_counter`, bytes read so far) at each pass."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._engine.device.record(Lane.COMPUTE).synchronize()
@@ -111,7 +110,7 @@ class PassClock(LogitsProcessor):
         return scores
 
     def per_pass(self) -> tuple[float, float]:
-        """Return the average time in seconds and the average bytes read of the passes after the first."""
+        """Return the average seconds and the average bytes read of the passes after the first."""
         (first_s, first_bytes), (last_s, last_bytes) = self.passes[0], self.passes[-1]
         num = max(1, len(self.passes) - 1)
         return (last_s - first_s) / num, (last_bytes - first_bytes) / num
@@ -128,11 +127,11 @@ def generate_text(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> GenerationFigures:
-    """Pass the text after the prompt to ``write``, piece by piece, or at the end with beams. Raises the errors of
+    """Generate text, and pass it to ``write`` piece by piece, or at the end with beams. Raises the errors of
     `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer.
 
-    Several ranks all make the same tokens. Each rank's RAM and drives serve its shards of layers and its experts, and
-    rank 0 writes. The bytes and rates of the figures are those of all ranks together."""
+    With several ranks, all ranks generate the same tokens, and rank 0 writes them. Each rank's RAM and drives serve its
+    shards of layers and its experts. The bytes and rates of the figures are sums of all ranks."""
     began_s = time.perf_counter()
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _tokenizer_of(Checkpoint.open(path, origin))
@@ -188,7 +187,7 @@ def generate_text(
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators in this context, and return to their state of before. None leaves them alone."""
+    """Seed torch's generators in this context, and restore their state at the end. None changes nothing."""
     if seed is None:
         yield
         return
@@ -198,9 +197,9 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Any:
-    """Return the checkpoint's tokenizer. Raises ValueError if it has no readable one."""
+    """Return the checkpoint's tokenizer. Raises ValueError if it cannot be read."""
     folder = Path(checkpoint.folder)
-    checkpoint.read_config()  # its errors come first
+    checkpoint.read_config()  # errors of the config are raised first
     try:
         return AutoTokenizer.from_pretrained(folder, **{"trust_remote_code": False, **checkpoint.code})
     except (OSError, ValueError) as error:
@@ -222,14 +221,14 @@ class _Streamer(TextStreamer):
 
 
 def _write_nothing(text: str) -> None:
-    """The other ranks make the same text as rank 0."""
+    """Ignore the text, because rank 0 writes the same text."""
 
 
 def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:
     """Return `read_bytes`, `missing_bytes` and `drive_bytes_per_s` of `GenerationFigures`, each the sum of all ranks.
-    ``read_bytes``: those of this rank. All ranks call this together, also those that miss no bytes."""
+    ``read_bytes``: value of this rank. All ranks call this together, also ranks without missing bytes."""
     missing_bytes = bytes_per_token(engine.layout)
-    links.barrier("the drives to be measured")  # at the same time, because ranks may share drives
+    links.barrier("the drives to be measured")  # all ranks measure at the same time, because they may share drives
     drive_bytes_per_s = _drive_bytes_per_s(engine) if missing_bytes else 0.0
     own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
     of_ranks = [json.loads(answer) for answer in links.all_gather("the bytes that were read", own)]

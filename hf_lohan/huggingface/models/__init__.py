@@ -1,1 +1,1 @@
-"""Models between checkpoints and the store: loading, saving, adapters, export."""
+"""Moves models between checkpoints and the store: loading, saving, adapters, export."""

@@ -25,7 +25,7 @@ from hf_lohan.ranks import Links
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
 _CHANGE_THE_BASE = frozenset({"pissa", "olora", "corda", "loftq"})
-"""Initialisations of LoRA that take what the adapters start with out of the base."""
+"""Initialisations of LoRA that subtract the initial adapters from the base's weights."""
 _IN_MEMORY = "make the adapters in memory (peft.get_peft_model) and pass that model"
 
 
@@ -33,16 +33,16 @@ _IN_MEMORY = "make the adapters in memory (peft.get_peft_model) and pass that mo
 
 
 def check_kinds(configs: Iterable[Any]) -> None:
-    """Raise ValueError if a configuration of PEFT is of a kind that cannot train under offload."""
+    """Raise ValueError if offload cannot train the kind of adapters that a configuration of PEFT describes."""
     if any(getattr(config, "peft_type", None) == "CPT" for config in configs):
         raise ValueError(
-            "adapters of kind CPT assign their embedding's weight.data in each forward, and the store has that weight; "
-            "use prompt tuning (peft.PromptTuningConfig), or train without offload"
+            "adapters of kind CPT assign to their embedding's weight.data in each forward, but this weight is in the "
+            "store; use prompt tuning (peft.PromptTuningConfig), or train without offload"
         )
 
 
 def refuse_allocation(model: Any) -> None:
-    """Replace the method by which AdaLoRA changes ranks in the middle of a run."""
+    """Let the method with which AdaLoRA changes its ranks during a run raise ValueError."""
     tuner: Any = getattr(model, "base_model", None)
     if hasattr(type(tuner), "update_and_allocate"):
         tuner.update_and_allocate = _refuse_allocation
@@ -50,8 +50,8 @@ def refuse_allocation(model: Any) -> None:
 
 def _refuse_allocation(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        "update_and_allocate of AdaLoRA reads gradients, which were moved to the optimizer, and sets weights in the "
-        "store; leave the call out, which keeps all ranks at init_r, or train without offload"
+        "update_and_allocate of AdaLoRA reads gradients, which were moved to the optimizer, and sets weights, which "
+        "are in the store; leave the call out (all ranks stay at init_r), or train without offload"
     )
 
 
@@ -90,7 +90,7 @@ def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"the adapters of {type(peft_config).__name__} cannot be made for a base that streams, because PEFT "
-                f"computes with their values before there are any; {_IN_MEMORY}"
+                f"needs values of its weights before they are loaded; {_IN_MEMORY}"
             ) from error
 
     return add
@@ -101,8 +101,8 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def finished_skeleton(skeleton: Any, finish: Callable[[Any], Any]) -> tuple[Any, dict[str, str]]:
-    """Call ``finish``, which adds adapters or changes weights, with a model on meta. Returns the model, and the new
-    names of the base's parameters by their old names. A parameter that was replaced or resized has none."""
+    """Call ``finish``, which adds adapters or changes weights, with a model on the meta device. Returns the model, and
+    a dict from old to new names of the base's parameters. Replaced and resized parameters are left out."""
     before = {parameter: (name, parameter.shape) for name, parameter in skeleton.named_parameters()}
     model: Any = finish(skeleton)
     kept = {p: name for name, p in model.named_parameters() if p in before and p.shape == before[p][1]}
@@ -112,9 +112,9 @@ def finished_skeleton(skeleton: Any, finish: Callable[[Any], Any]) -> tuple[Any,
 def finished(
     base: Any, finish: Callable[[Any], Any], access: ParameterAccess, names: Mapping[str, str], links: Links
 ) -> Any:
-    """Call ``finish`` with a model of placeholders, and store the weights that it makes. The base's weights are stored
-    under ``names``. ``finish`` may read these weights, and raises an error if it changes them. All ranks call this
-    together. Raises RanksDisagreeError if ranks make different weights."""
+    """Call ``finish`` with a model of placeholders, and store the weights that it creates. ``names`` has the stored
+    names of the base's weights. ``finish`` may read these weights, but not change them. All ranks call this together.
+    Raises RanksDisagreeError if ranks create different weights."""
     stored_names = {parameter: names[name] for name, parameter in base.named_parameters() if name in names}
     stored = ReadableBase(lambda parameter: access.read_parameter(stored_names[parameter]))
     placeholders = stored.hide(stored_names)
@@ -124,21 +124,21 @@ def finished(
         for parameter, placeholder in placeholders.items():
             AbsentParameter.show(parameter, placeholder)
     made = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in placeholders]
-    check_equal_weights([*made, *model.named_buffers()], links)  # they are drawn, and are in no checkpoint
+    check_equal_weights([*made, *model.named_buffers()], links)  # new weights are random, and in no checkpoint
     for name, parameter in made:
         access.write_parameter(name, parameter)
     return model
 
 
 class ReadableBase:
-    """`WeightProvider` of a base of placeholders, whose weights are read one by one while adapters are added."""
+    """`WeightProvider` for a base of placeholders. Its weights are read one by one while adapters are added."""
 
     def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
         self.moved_gradients = MovedGradients()
         self.weight = read
 
     def hide(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Make placeholders absent, so that reads call ``read`` and writes are refused. Returns their data."""
+        """Make placeholders absent, so that reads call `weight` and writes are refused. Returns their former data."""
         placeholders = {parameter: parameter.data for parameter in parameters}
         for parameter, placeholder in placeholders.items():
             AbsentParameter.set_provider(parameter, self)
@@ -153,7 +153,7 @@ class ReadableBase:
         return output
 
     def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> None:
-        """Return None, because an embedding reads its whole table here."""
+        """Return None, so that an embedding reads its whole table."""
 
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a copy, for `modules_to_save`."""
@@ -170,20 +170,20 @@ class ReadableBase:
 
 
 def saves_adapters(model: Any) -> bool:
-    """Return whether `save_pretrained` saves adapters of PEFT, and not all weights."""
+    """Return whether `save_pretrained` saves only adapters of PEFT, and not all weights."""
     return is_peft_model(model) or saves_active_adapter(model)
 
 
 def saved_adapters(model: Any, path: str | Path) -> dict[str, Path]:
-    """Return the folder in which PEFT saves each adapter of a model that it saves to ``path``. A model of transformers
-    saves only its active adapter."""
+    """Return a dict from adapter to its folder, if a model is saved to ``path``. A model of transformers saves only its
+    active adapter."""
     if not is_peft_model(model):
         return {model.active_adapters()[0]: Path(path)}
     return {name: Path(path) if name == "default" else Path(path) / name for name in model.peft_config}
 
 
 def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Tensor], bool]) -> set[nn.Parameter]:
-    """Load adapters as `PeftModel.load_adapter` does, but call ``store_weight`` with each weight's name and values. It
+    """Load adapters as `PeftModel.load_adapter` does, but pass each weight's name and values to ``store_weight``, which
     returns whether the store has the weight. Returns the parameters that PEFT has written itself."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -195,7 +195,7 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
     model.load_state_dict = store
     try:
         for adapter, folder in saved_adapters(model, path).items():
-            # The saved prompt is the result of its encoder, and PEFT knows which of the encoder's weights it becomes.
+            # PEFT saves the output of the prompt encoder, and writes it to a weight of the encoder itself.
             is_prompt = model.peft_config[adapter].is_prompt_learning
             encoder = set(model.prompt_encoder[adapter].parameters()) if is_prompt else set[nn.Parameter]()
             with gathered_parameters(encoder):
@@ -211,8 +211,8 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
 
 
 class PendingMerges:
-    """Adapters that are merged into their base while it is saved, a weight at a time, because the weights themselves
-    cannot be changed. It is the `WeightProvider` of these weights, and refuses all other reads."""
+    """Adapters that are merged into their base while it is saved, a weight at a time, because the weights in the store
+    cannot be changed. It is also the `WeightProvider` of these weights, and refuses all other reads."""
 
     def __init__(self) -> None:
         self.moved_gradients = MovedGradients()
@@ -222,14 +222,14 @@ class PendingMerges:
         return parameter in self._merges
 
     def add(self, layer: Any, merge: Callable[[], Any]) -> None:
-        """Call ``merge``, which merges a layer of PEFT, when its weights are saved."""
+        """Let ``merge``, which merges a layer of PEFT, be called when the layer's weights are saved."""
         for parameter in _changed_by(layer).values():
             self._merges.setdefault(parameter, []).append((layer, merge))
             AbsentParameter.set_provider(parameter, self)
         advance(_bytes_of(layer))
 
     def refuse_other_uses(self, base: nn.Module) -> None:
-        """Have the base, and each of its modules with such weights, raise ValueError if it is called."""
+        """Let the base, and each of its modules with pending merges, raise ValueError if it is called."""
         if self._merges:
             for module in base.modules():
                 if module is base or any(parameter in self for parameter in module.parameters(recurse=False)):
@@ -237,8 +237,8 @@ class PendingMerges:
 
     @torch.no_grad()
     def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return a parameter with its adapters merged into it, and what the same adapters change besides, such as its
-        bias. ``read`` returns the values of a parameter in memory of its own."""
+        """Return the values of a parameter with adapters merged into it, and of other parameters that the same adapters
+        change, such as the bias. ``read`` returns a copy of the values of a parameter."""
         merges = self._merges[parameter]
         changed = [_changed_by(layer) for layer, _ in merges]
         merged: dict[nn.Parameter, Tensor] = {}
@@ -249,8 +249,8 @@ class PendingMerges:
                 merged_base = layer.get_base_layer()
                 merged |= {own: getattr(merged_base, name).data for name, own in of_layer.items()}
                 if merged_base is not base:
-                    layer.unmerge()  # LNTuning exchanges the base and its copy
-                layer.merged_adapters[:] = before  # the weights in the store are as before
+                    layer.unmerge()  # LNTuning merges by exchanging the base and its copy
+                layer.merged_adapters[:] = before  # the weights in the store are not merged
         return merged
 
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
@@ -266,20 +266,20 @@ class PendingMerges:
         _refuse_merged()
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Do nothing, because a view without values is of use for its shape."""
+        """Do nothing, because the shape of a view may be used although it has no values."""
 
 
 def _changed_by(layer: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of the base, by name, that a layer of PEFT changes when it is merged."""
+    """Return the parameters of the base that a layer of PEFT changes when it is merged, by name."""
     own = dict(layer.get_base_layer().named_parameters(recurse=False))
-    name = getattr(layer, "parameter_name", None)  # of layers for `target_parameters`
+    name = getattr(layer, "parameter_name", None)  # set in layers for `target_parameters`
     return own if name is None else {name: own[name]}
 
 
 @contextlib.contextmanager
 def _with_values(layers: Sequence[Any], read: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """Within, these layers of PEFT have ordinary parameters with the values that ``read`` returns. Other parameters of
-    the base that are wrapped by several layers stay as they are."""
+    """In this context, these layers of PEFT have ordinary parameters with the values that ``read`` returns. Other
+    parameters of the base are unchanged."""
     changed = {parameter for layer in layers for parameter in _changed_by(layer).values()}
     others = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()} - changed
     places = {
@@ -308,7 +308,7 @@ def _refuse_to_run(_module: nn.Module, _args: Any) -> None:
 def _refuse_merged() -> NoReturn:
     raise ValueError(
         "the adapters of this model are merged while it is saved, because its packed weights cannot be changed "
-        "(quantize); call save_pretrained, and load the folder to run it or to read its weights"
+        "(quantize); call save_pretrained, and load the folder to run the model or to read its weights"
     )
 
 
@@ -317,8 +317,8 @@ def merge_through_store(
 ) -> None:
     """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
 
-    ``on_base`` is called with the base model that they return, whose weights stay in the store, and with the merges
-    that are left to do while it is saved: those into ``unchangeable`` parameters.
+    ``on_base`` is called with the base model that these methods return, whose weights stay in the store, and with the
+    pending merges into ``unchangeable`` parameters. These are done while the base is saved.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -341,14 +341,14 @@ class _Merging:
         self._on_base = on_base
         self._unchangeable = unchangeable
         self._pending: PendingMerges | None = None
-        """Set while the whole model is merged."""
+        """The pending merges while the whole model is merged, and None otherwise."""
 
     def change(self, name: str, layer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name == "merge" and any(parameter in self._unchangeable for parameter in _changed_by(layer).values()):
             if self._pending is None:
                 raise ValueError(
-                    "merge_adapter cannot change the base, whose weights are packed (quantize); write a merged model "
-                    "with model.merge_and_unload().save_pretrained(folder)"
+                    "merge_adapter cannot change the base, because its weights are packed (quantize); write a merged "
+                    "model with model.merge_and_unload().save_pretrained(folder)"
                 )
             self._pending.add(layer, functools.partial(stock, *args, **kwargs))
             return None
@@ -376,7 +376,7 @@ class _Merging:
 
 @contextlib.contextmanager
 def _comparable_embeddings(base: Any) -> Iterator[None]:
-    """Within, the embeddings that a base model returns have stand-ins for weights, because PEFT compares the memory of
+    """In this context, a base model returns embeddings with substitutes for weights. PEFT compares the memory of these
     weights to find out whether they are tied."""
     memory: dict[nn.Parameter, Tensor] = {}
 

@@ -1,7 +1,7 @@
-"""How the files of a checkpoint have its weights: plain, or packed in one of several ways.
+"""Reads the weights in the files of a checkpoint, which may be plain, or packed in one of several forms.
 
-Packed weights of frozen layers go to the store as they are, if it can decode them. All others are decoded while they
-are loaded.
+Packed weights of frozen layers are stored without decoding, if the store can decode them later. All other packed
+weights are decoded while they are loaded.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _STATE = "quant_state.bitsandbytes__"
 
 
 class CheckpointForm:
-    """How a checkpoint has its weights. This class is for weights that are not packed; `read_form` chooses another.
+    """The form of the weights in a checkpoint. This class is for plain weights. `read_form` chooses the class.
 
-    The calls have an order: `settings_asked`, `fit`, `settings`, then the rest.
+    The order of calls is `settings_asked`, `fit`, `settings`, and then all others.
     """
 
     is_decoded = False
-    """Whether packed weights are decoded where they do not stay packed."""
+    """Whether packed weights that cannot stay packed are decoded."""
 
     def __init__(self, path: str | Path, model_config: Any) -> None:
         self.path = Path(path)
@@ -61,28 +61,28 @@ class CheckpointForm:
         self._asked: ResolvedConfig | None = None
 
     def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
-        """Return the settings with `quantize` as a ``quantization_config`` asks, which may be None, for a model that
-        computes in ``dtype``. Raises ValueError if it cannot be honoured."""
+        """Return the settings with `quantize` set from ``asked``, a `quantization_config` or None, for a model that
+        computes in ``dtype``. Raises ValueError if ``asked`` is not supported."""
         self._asked = None if asked is None else quantized_as_asked(config, asked, dtype)
         return self._asked or config
 
     def fit(self, skeleton: nn.Module) -> None:
-        """Find what can stay packed for a model on meta, which has no adapters yet."""
+        """Find the weights that can stay packed. ``skeleton`` is on the meta device, and has no adapters yet."""
         if self._asked is not None:
             name_unpacked(skeleton, self._asked.quantize)
 
     def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
-        """Return the settings with `quantize` as the checkpoint has it for the ``frozen`` parameters of a model that
-        computes in ``dtype``. Raises ValueError if they cannot be combined. Of packed weights only scales are read."""
+        """Return the settings with `quantize` set from the checkpoint, for the ``frozen`` parameters of a model that
+        computes in ``dtype``. Reads only scales. Raises ValueError if settings and checkpoint cannot be combined."""
         return config
 
     def check_stored(self, blocks: Iterable[Block], names: Mapping[str, str]) -> None:
-        """Raise ValueError if a weight cannot be stored as it is packed. ``names``: the stored names of the model's
-        weights."""
+        """Raise ValueError if a packed weight cannot be stored without decoding. ``names`` maps the model's names of
+        weights to their stored names."""
 
     def replace_tensors(self, tensors: Tensors, sink: WeightSink | None = None) -> Mapping[str, Any]:
-        """Return the tensors that transformers loads in place of the checkpoint's ``tensors``, which are not read. The
-        bytes of weights that stay packed are given to ``sink``. Without it all weights are decoded."""
+        """Return the tensors that transformers loads in place of the checkpoint's ``tensors``. These are read when they
+        are loaded. The bytes of weights that stay packed are passed to ``sink``. Without it all weights are decoded."""
         return tensors
 
     def check_loaded(self, model: Any, unused: Collection[str]) -> None:
@@ -92,11 +92,11 @@ class CheckpointForm:
 def read_form(
     path: str | Path, model_config: Any, said: SaidForm | None, *, stays_packed: bool = True
 ) -> CheckpointForm:
-    """Return the form of the checkpoint in a folder. ``said``: the `quantization_of` the config. Without
-    ``stays_packed`` all its weights must be decoded.
+    """Return the form of the checkpoint in a folder. ``said``: result of `quantization_of`. Without ``stays_packed``
+    all weights must be decoded.
 
-    Raises ValueError for a form that is not read, and for scales that are missing, cut short or not finite, before a
-    weight is read.
+    Raises ValueError for an unsupported form, and for scales that are missing, cut short or not finite, before weights
+    are read.
     """
     if said is None:
         return CheckpointForm(path, model_config)
@@ -105,7 +105,7 @@ def read_form(
 
 
 def published_form(path: str | Path, model_config: Any, said: SaidForm) -> CheckpointForm:
-    """Return the form of a checkpoint for a plan. Without safetensors files its config alone says what is packed."""
+    """Return the form of a checkpoint for a plan. Without safetensors files it follows from the config alone."""
     return read_form(path, model_config, said) if has_safetensors(path) else _NamedForm(path, said)
 
 
@@ -113,7 +113,7 @@ def published_form(path: str | Path, model_config: Any, said: SaidForm) -> Check
 
 
 class _EncodedForm(CheckpointForm):
-    """Weights that are products of codes and scales."""
+    """The form of weights that are products of codes and scales."""
 
     is_decoded = True
 
@@ -122,11 +122,11 @@ class _EncodedForm(CheckpointForm):
         self._method = said.method
         self._find = finder(path, said)
         self._sources: Mapping[str, SourcesOfUnits] = {}
-        """By the name of a parameter, the weights of the checkpoint that its units have."""
+        """Maps the name of a parameter to the weights of the checkpoint in each of its units."""
         self._matrices: dict[str, tuple[EncodedMatrix, ...]] = {}
-        """By the name of a parameter that can stay packed, the matrices of one unit."""
+        """Maps the name of a parameter that can stay packed to the matrices of one unit."""
         self._kept: Collection[str] = ()
-        """The parameters that stay packed."""
+        """Names of the parameters that stay packed."""
         self._check_scales()
 
     def _check_scales(self) -> None:
@@ -142,14 +142,14 @@ class _EncodedForm(CheckpointForm):
     def settings_asked(self, config: ResolvedConfig, asked: Any, dtype: torch.dtype) -> ResolvedConfig:
         if asked is not None and not getattr(asked, "dequantize", False):
             raise ValueError(
-                f"the checkpoint is quantized already, and is decoded as it was published; leave out "
+                f"the checkpoint is already quantized, and is decoded in its own form; leave out "
                 f"quantization_config={type(asked).__name__}(...), or set its dequantize=True"
             )
         return config
 
     def fit(self, skeleton: nn.Module) -> None:
-        """Weights whose rows the model has in another order, and weights in other codes than those of `EncodedMatrix`,
-        cannot stay packed."""
+        """Find the weights that can stay packed. These do not include weights whose rows have another order in the
+        model, and weights with codes that `EncodedMatrix` does not support."""
         if self._method == "int8":
             self._find = partial(self._find, transposed=transposed_weights(skeleton))
         with opened_tensors(self.path) as tensors:
@@ -163,7 +163,7 @@ class _EncodedForm(CheckpointForm):
                         self._matrices[name] = of_unit
 
     def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
-        """Settings that ask for another form stay as they are. Weights are then decoded, and packed anew."""
+        """Same as in the base class. If the settings ask for another form, weights are decoded and packed again."""
         weights = tuple((name, self._matrices[name]) for name in frozen if name in self._matrices)
         if config.quantize.method != "auto" or not weights:
             return config
@@ -197,18 +197,18 @@ class _EncodedForm(CheckpointForm):
                 sink.store_bytes(name, "scales", scales, weight.scales_of(expert, matrix))
 
     def check_loaded(self, model: Any, unused: Collection[str]) -> None:
-        """The checkpoint's names may be those of another class, as those of quantized experts are."""
+        """Same as in the base class. Quantized experts may have names that the model's class does not know."""
         base = f"{getattr(model, 'base_model_prefix', '')}."
         missing = [name for name, p in model.named_parameters() if p.device.type != "meta" and name.startswith(base)]
         if missing and unused:
             raise ValueError(
-                f"{str(self.path)!r} is quantized and has no {missing[0]} of {type(model).__name__}, but has "
-                f"{min(unused)}, which the model does not know; use the model's original in bfloat16"
+                f"{str(self.path)!r} is quantized and lacks {missing[0]} of {type(model).__name__}, but has "
+                f"{min(unused)}, which the model does not have; use the model's original in bfloat16"
             )
 
 
 class _StoredTensor:
-    """Stands for a weight that the store has already."""
+    """Replaces a weight that is already in the store."""
 
     is_stored = True
 
@@ -226,7 +226,7 @@ class _StoredTensor:
 
 
 def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[EncodedWeight, int | None]]]:
-    """The matrices of each unit: a weight of the checkpoint, and the expert of it."""
+    """Return the matrices of each unit: (weight of the checkpoint, index of the expert in it or None)."""
     if len(units) == 1 and len(units[0]) == 1:
         weight = encoded[units[0][0]][0]
         if len(weight.shape) == 3:
@@ -237,7 +237,7 @@ def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[Enc
 def _unit_of(
     shape: torch.Size, units: Sequence[Sequence[tuple[EncodedWeight, int | None]]]
 ) -> tuple[EncodedMatrix, ...] | None:
-    """The matrices of each unit of a parameter of this shape. None if they differ, or are no rows of the parameter."""
+    """Return the matrices of one unit of a parameter. None if units differ, or if matrices are no rows of ``shape``."""
     described = [tuple(weight.matrix() for weight, _ in unit) for unit in units[:1]]
     first = described[0]
     matrices = [matrix for matrix in first if matrix is not None]
@@ -257,12 +257,12 @@ def _unit_of(
 
 
 class _FourBitForm(CheckpointForm):
-    """Weights that bitsandbytes packed in 4 bits. All stay packed."""
+    """The form of weights that bitsandbytes packed in 4 bits. All of them stay packed."""
 
     @classmethod
     def open(cls, path: str | Path, said: SaidForm) -> _FourBitForm | None:
-        """Return the form by what the config says and the names in files; None if bitsandbytes did not pack them in 4
-        bits."""
+        """Return the form, from the config and the names of tensors. Return None if bitsandbytes did not pack the
+        weights in 4 bits."""
         method = said.fields.get("bnb_4bit_quant_type")
         if not said.fields.get("load_in_4bit") or method not in PACKED_METHODS or not has_safetensors(path):
             return None
@@ -275,7 +275,7 @@ class _FourBitForm(CheckpointForm):
             return cls(path, said, names, tensors)
 
     def __init__(self, path: str | Path, said: SaidForm, names: Mapping[str, bool], tensors: Tensors) -> None:
-        """``names`` says of each weight of the checkpoint whether it is packed."""
+        """``names`` maps each weight of the checkpoint to whether it is packed."""
         super().__init__(path, said.plain)
         self._compute_dtype = said.fields.get("bnb_4bit_compute_dtype")
         self._names = names
@@ -288,11 +288,11 @@ class _FourBitForm(CheckpointForm):
         self._form = Quantization.parse({"method": method, "double": is_double, "block": block})
 
     def fit(self, skeleton: nn.Module) -> None:
-        """The files say what is packed."""
+        """Do nothing, because the files show which weights are packed."""
 
     def settings(self, config: ResolvedConfig, dtype: torch.dtype, frozen: Collection[str]) -> ResolvedConfig:
-        """Raises ValueError if the settings ask for another form, or skip a packed module, and for scales that are
-        missing, cut short or not finite."""
+        """Same as in the base class. Also raises ValueError if the settings skip a packed module, and for scales that
+        are missing, cut short or not finite."""
         self._dtype = dtype
         check_compute_dtype(f"the quantization_config of {str(self.path)!r}", self._compute_dtype, dtype)
         said = config.quantize
@@ -323,17 +323,17 @@ class _FourBitForm(CheckpointForm):
             part = parts.get(names.get(name, ""))
             if part is None or part.packed is None:
                 raise ValueError(
-                    f"{name} is packed in the checkpoint, and hf_lohan packs only matrices in the layers of the model, "
-                    "but no routers; use the checkpoint from before it was packed, with quantize: nf4"
+                    f"{name} is packed in the checkpoint, but hf_lohan packs only matrices in the layers of the model, "
+                    "and no routers; use the checkpoint from before it was packed, with quantize: nf4"
                 )
             expected = tuple(part.shape) if part.packed.takes_rows else tuple(reversed(part.shape))
             if shape != expected:
                 raise ValueError(
-                    f"{name} of {str(self.path)!r} is packed with the shape {shape}, and the model expects {expected}"
+                    f"{name} of {str(self.path)!r} is packed with the shape {shape}, but the model expects {expected}"
                 )
 
     def replace_tensors(self, tensors: Tensors, sink: WeightSink | None = None) -> Mapping[str, Any]:
-        """Packed weights are replaced by zeros without memory, for which the sink stores nothing."""
+        """Same as in the base class. Packed weights become zeros without memory, which the sink does not store."""
         assert sink is not None, "these weights are not decoded"
         parts_by_name = self._parts_by_name(tensors)
         replaced: dict[str, Any] = {key: part for key, part in tensors.items() if _weight_of(key) not in parts_by_name}
@@ -349,7 +349,7 @@ class _FourBitForm(CheckpointForm):
         return [name for name, is_packed in self._names.items() if is_packed]
 
     def _parts_by_name(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The tensors of each packed weight, by the rest of their names."""
+        """Return for each packed weight its tensors, by the rest of their names after the weight's name."""
         parts: dict[str, dict[str, Any]] = {name: {} for name in self._packed_names}
         for key, source in tensors.items():
             name = _weight_of(key)
@@ -360,13 +360,13 @@ class _FourBitForm(CheckpointForm):
         return parts
 
     def _check_codes(self, name: str, codes: Any, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if a weight has not the codes of its shape. They may be numbers of several bytes."""
+        """Raise ValueError if the size of the codes does not fit the shape. Their dtype may have several bytes."""
         numel, num_bytes = math.prod(state["shape"]), bytes_in_file(codes)
         if self._form.codes_bytes(numel) != num_bytes:
             raise ValueError(f"{name} of {str(self.path)!r} has {num_bytes} bytes of codes for {numel} weights")
 
     def _state_of(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields in which bitsandbytes describes a packed weight. Raises ValueError if they are no such fields."""
+        """Return the fields with which bitsandbytes describes a packed weight. Raises ValueError if one is invalid."""
         key = next((key for key in parts if key.startswith(_STATE)), None)
         if key is None:
             raise ValueError(f"{name} of {str(self.path)!r} has no {_STATE}: the checkpoint is cut short")
@@ -386,8 +386,8 @@ class _FourBitForm(CheckpointForm):
         return state
 
     def _scales_of(self, name: str, parts: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
-        """The state of a weight, and the stored bytes of its scales. Raises ValueError if they are not what the form of
-        the checkpoint needs."""
+        """Return the description of a packed weight, and the bytes of its scales to store. Raises ValueError if they do
+        not fit the form of the checkpoint."""
         state, form = self._state_of(name, parts), self._form
         numel = math.prod(state["shape"])
         needed = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if form.double else [])]
@@ -403,7 +403,7 @@ class _FourBitForm(CheckpointForm):
             raise ValueError(f"{name} of {str(self.path)!r} is packed in another form than {form.to_setting()}")
         if state["dtype"] != dtype_name(self._dtype):
             raise ValueError(
-                f"{name} of {str(self.path)!r} was packed from {state['dtype']}, and the model computes in "
+                f"{name} of {str(self.path)!r} was packed from {state['dtype']}, but the model computes in "
                 f"{dtype_name(self._dtype)}; load it with dtype={state['dtype']!r}"
             )
         outer = read["nested_absmax" if form.double else "absmax"]
@@ -419,7 +419,7 @@ class _FourBitForm(CheckpointForm):
 
 
 def _weight_of(name: str) -> str:
-    """The weight that a tensor of a checkpoint belongs to: "a.weight" of "a.weight.absmax" and "a.weight"."""
+    """Return the weight to which a tensor of a checkpoint belongs: "a.weight" for "a.weight.absmax" and "a.weight"."""
     before, weight, _ = name.partition(".weight")
     return before + weight
 
@@ -428,7 +428,7 @@ def _weight_of(name: str) -> str:
 
 
 class _NamedForm(CheckpointForm):
-    """The form that a config names. Kinds of codes that it does not name are those of its method's usual files."""
+    """The form that a config describes. If it does not describe the codes, they are the usual codes of its method."""
 
     def __init__(self, path: str | Path, said: SaidForm) -> None:
         super().__init__(path, said.plain)

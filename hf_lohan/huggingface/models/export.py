@@ -1,4 +1,4 @@
-"""Exports a store's model as a plain Hugging Face model, without the code that trained it."""
+"""Exports the model of a store as a plain Hugging Face model. The code that trained it is not needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int |
     Args:
         run: the output folder of a run, or the folder of its store.
         out: a new or empty folder. It appears only when it is complete.
-        dtype: the dtype of the weights. "auto" is the dtype in which the run saves them (`save_dtype`).
+        dtype: the dtype of the weights. "auto" is the dtype in which the run saves weights (`save_dtype`).
 
     Raises ValueError if nothing is committed or `out` has files, `StoreInUseError` if the run is still using the store,
     and `CorruptionError` if weights are damaged.
@@ -73,8 +73,8 @@ def _moment_dtype(store: Store) -> MomentDtype:
     name = store.model.optimizer_state_dtype
     if name not in get_args(MomentDtype):
         raise ValueError(
-            f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this hf_lohan does not know; "
-            "upgrade hf_lohan"
+            f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this version of hf_lohan does "
+            "not know; upgrade hf_lohan"
         )
     return cast(MomentDtype, name)
 
@@ -85,8 +85,8 @@ def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, Update
 
 
 def described_model(store: Store) -> tuple[Any, StoredForm]:
-    """Return the model that a store describes, on meta, and the form of its records. Raises ValueError if the store has
-    no description, or if the description does not match the records."""
+    """Return the model that a store describes, on the meta device, and the form of its records. Raises ValueError if
+    the store has no description, or if the description does not match the records."""
     if store.model_folder is None:
         raise ValueError(
             f"the store in {store.paths[0].path} has no description of its model, so only the code that trains the "
@@ -103,7 +103,7 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
     facts = _read_facts(folder)
     quantization = Quantization.parse(facts["quantize"]) if "quantize" in facts else None
-    # The run's budgets decided whether each expert is a block.
+    # Each expert may be a block or not. The run's budgets decided this.
     for streams_experts in (False, True):
         form = stored_form(
             model,
@@ -124,12 +124,12 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
 
 
 def form_of_records(store: Store) -> StoredForm:
-    """Return the form of a store's records. Raises as `described_model` does."""
+    """Return the form of a store's records. Raises the errors of `described_model`."""
     return described_model(store)[1]
 
 
 def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
-    """Return the dtypes, by name, of weights that are not written in their stored dtype."""
+    """Return a dict from weight to the dtype in which it is written, if this is not its stored dtype."""
     working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}
     if asked == "auto":
         saved = facts.get("saved_dtypes", {})
@@ -160,14 +160,14 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
     if "tokenizer_config.json" in files:
-        with temporary_folder() as own_folder:  # only the commit's files
+        with temporary_folder() as own_folder:  # it has only the files of the commit
             write_folder(own_folder, {name: content for name, content in files.items() if Path(name).name == name})
             transformers.AutoTokenizer.from_pretrained(own_folder).save_pretrained(out)
 
 
 def _build_described(folder: Path, files: Container[str]) -> Any:
-    """Build the described model on meta from the commit's ``files`` in the folder, with its frozen weights and its
-    buffers. Raises ValueError if transformers does not have the model's class."""
+    """Build the described model on the meta device from the commit's ``files`` in the folder. Frozen weights are
+    frozen, and buffers have values. Raises ValueError if transformers does not have the model's class."""
     facts = _read_facts(folder)
     model_class: Any = getattr(transformers, facts["model_class"], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):

@@ -1,4 +1,4 @@
-"""Checkpoints by path or by name. A name is one of the Hub; its files are read from the cache, or downloaded to it."""
+"""Finds checkpoints by path, or by name in the Hub. Files of the Hub are read from the cache, or downloaded to it."""
 
 from __future__ import annotations
 
@@ -43,46 +43,46 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-"""Arguments of `from_pretrained` that say where in the Hub a model is. They mean nothing for a folder."""
+"""Arguments of `from_pretrained` that locate a model in the Hub. They have no effect for a folder."""
 CODE_ARGUMENTS = ("trust_remote_code", "code_revision")
 _NOT_OF_CONFIG = (*HUB_ARGUMENTS, *CODE_ARGUMENTS, "gguf_file", "quantization_config", "subfolder", "variant")
-"""Arguments of `from_pretrained` that do not override an entry of the config."""
+"""Arguments of `from_pretrained` that are not values for the config."""
 CONFIG_NAME = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = Mapping[str, UnreadTensor]
-"""The tensors of a checkpoint by name, which are not read."""
+"""Maps names of a checkpoint's tensors to tensors that are read only on access."""
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes")
 """Configs, tokenizers, chat templates and processors."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _CODE = "*.py"
 _FAILURES: tuple[type[Exception], ...] = (OSError, HfHubHTTPError.__bases__[0])
-"""Errors of huggingface_hub and of its HTTP client."""
+"""Errors that huggingface_hub and its HTTP client raise."""
 _HEARTBEAT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, or a model of the Hub whose config, tokenizer and other small files are in the cache."""
+    """A checkpoint folder, or a model in the Hub whose config, tokenizer and other small files are in the cache."""
 
     name: str
-    """The path or the name that was given."""
+    """The path or name that was given."""
     folder: str
-    """The folder, or the snapshot in the cache."""
+    """The folder, or the snapshot folder in the cache."""
     hub: Mapping[str, Any] | None = None
-    """The `HUB_ARGUMENTS` of a model of the Hub; None for a folder."""
+    """The `HUB_ARGUMENTS` of a model in the Hub. None for a folder."""
     code: Mapping[str, Any] = field(default_factory=dict)
     """The `CODE_ARGUMENTS` that were given."""
     missing: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the files with weights that are not in the cache, by name."""
+    """Maps names of weight files that are not in the cache to their sizes in bytes."""
     renamed: Mapping[str, str | None] = field(default_factory=dict)
-    """Other names under which tensors of tied weights are loaded; None for a tensor that is not loaded."""
+    """Maps names of tied tensors to the names under which they are loaded, or to None if they are not loaded."""
 
     @classmethod
     def open(cls, path: str | Path, arguments: Mapping[str, Any] | None = None, *, weights: bool = True) -> Checkpoint:
-        """Find a folder, or fetch the small files of a model of the Hub. A folder of that name has precedence.
+        """Find a folder, or fetch the small files of a model in the Hub. A folder of the same name has precedence.
 
-        ``arguments`` may have `HUB_ARGUMENTS` and `CODE_ARGUMENTS`. Without ``weights`` a model of the Hub needs no
+        ``arguments`` may have `HUB_ARGUMENTS` and `CODE_ARGUMENTS`. Without ``weights`` a model in the Hub needs no
         weights, and only its config is fetched. Raises ValueError if there is no such checkpoint.
         """
         name, arguments = os.fspath(path), arguments or {}
@@ -131,8 +131,8 @@ class Checkpoint:
         return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
 
     def read_config(self) -> Any:
-        """Return the transformers config. Raises ValueError if there is none, or if it needs code that is not
-        trusted."""
+        """Return the transformers config. Raises ValueError if there is none, or if it needs code without
+        `trust_remote_code`."""
         file = Path(self.folder) / CONFIG_NAME
         if not file.is_file() and _has(self.folder, "adapter_config.json"):
             raise ValueError(
@@ -145,9 +145,9 @@ class Checkpoint:
         return _read_config(self.name, file, self.folder, self.code)
 
     def take_config(self, arguments: dict[str, Any]) -> Any:
-        """Return the config for arguments of `from_pretrained`, and remove from ``arguments`` what it has. They may
-        have a ``config`` (an object, or another folder or name), and entries that override those of a config that is
-        read. Raises ValueError as `read_config`, and for an override that the config refuses."""
+        """Return the config for arguments of `from_pretrained`. ``arguments`` may have a ``config`` (an object, or
+        another folder or name) and values for a config that is read. These are removed from ``arguments``. Raises the
+        errors of `read_config`, and ValueError for a value that the config refuses."""
         given = arguments.pop("config", None)
         if given is None or isinstance(given, str | os.PathLike):
             source = self if given is None else Checkpoint.open(os.fspath(given), arguments, weights=False)
@@ -161,7 +161,7 @@ class Checkpoint:
                 except Exception as error:
                     raise ValueError(
                         f"the config of {self.name!r} cannot be changed by {', '.join(own)}: "
-                        f"{' '.join(str(error).split())}; give values that {type(config).__name__} takes"
+                        f"{' '.join(str(error).split())}; give values that {type(config).__name__} accepts"
                     ) from error
                 for name in own.keys() - unused.keys():
                     del arguments[name]
@@ -171,22 +171,22 @@ class Checkpoint:
         return config
 
     def as_tied(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the checkpoint's tensors by the names under which they are loaded."""
+        """Return the checkpoint's tensors with the names under which they are loaded (`renamed`)."""
         named = ((self.renamed.get(name, name), tensor) for name, tensor in tensors.items())
         return {name: tensor for name, tensor in named if name is not None}
 
     def loading_arguments(self, model_class: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments for `from_pretrained` of the folder."""
+        """Return the arguments with which `from_pretrained` loads `folder`."""
         others = {name: value for name, value in arguments.items() if name not in (*HUB_ARGUMENTS, *CODE_ARGUMENTS)}
         is_auto_class = hasattr(model_class, "from_config")
         return {**others, "trust_remote_code": False, **self.code} if is_auto_class else others
 
     def fetch_weights(self, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links) -> None:
-        """Download the weights that are not in the cache, of the commit of the small files. Before that, log what
-        download and store take on disk.
+        """Download the weights that are not in the cache, from the same commit as the small files. First log the space
+        that the download and the store take on disk.
 
-        ``records``: those of the store, which ``config`` places; None if they are not known yet. One process of a
-        machine downloads, and the others wait. Raises ValueError if the disk is too small.
+        ``records``: records of the store, at the paths of ``config``. None if they are not known yet. One process of
+        each machine downloads, and the others wait. Raises ValueError if the disk is too small.
         """
         if not self.missing:
             return
@@ -203,12 +203,12 @@ class Checkpoint:
                     snapshot_download(self.name, allow_patterns=patterns, **{**self.hub, **pinned})
                 except _FAILURES as error:
                     raise ValueError(
-                        f"the download of {self.name!r} failed ({_reason(error)}); start again, and it continues"
+                        f"the download of {self.name!r} failed ({_reason(error)}); start again to continue it"
                     ) from error
 
     @contextlib.contextmanager
     def opened(self, config: OffloadConfig, links: Links) -> Iterator[Tensors]:
-        """Download the weights if they are missing, and yield the tensors, which are not read."""
+        """Download missing weights, and yield the tensors. A tensor is read only on access."""
         self.fetch_weights(None, config, links)
         with opened_tensors(Path(self.folder)) as tensors:
             yield tensors
@@ -237,18 +237,18 @@ class Checkpoint:
                     f"the disk is too small to download {self.name!r}: it downloads {takes}, but "
                     f"{'; '.join(map(str, error.shortfalls))}; free space, or set HF_HUB_CACHE or ssd to another drive"
                 ) from None
-            logger.warning("downloading %s: %s", self.name, takes)  # a warning, to be seen without logging
+            logger.warning("downloading %s: %s", self.name, takes)  # warnings are shown even without logging
             return
 
     def name_model(self, model: Any) -> None:
-        """Have a loaded model say the name in the Hub, as stock's does, and not the folder in the cache."""
+        """Let a loaded model have the name in the Hub as its path, as a stock model has, and not the cache folder."""
         if self.hub is not None:
             model.config.name_or_path = model.name_or_path = self.name
 
 
 def adapter_folder(adapter: str | Path) -> str:
-    """Return the folder of a saved adapter of PEFT, which is downloaded if it is the name of one in the Hub. A folder
-    of that name has precedence. Raises ValueError if there is none."""
+    """Return the folder of a saved adapter of PEFT. An adapter in the Hub is downloaded. A folder of the same name has
+    precedence. Raises ValueError if there is no such adapter."""
     name = folder = os.fspath(adapter)
     if not os.path.isdir(name):
         try:
@@ -268,8 +268,8 @@ def adapter_folder(adapter: str | Path) -> str:
 
 
 def read_model_config(path: str | Path, arguments: Mapping[str, Any] | None = None) -> Any:
-    """Return the transformers config of a folder with a `config.json`, of such a file, or of a model in the Hub.
-    ``arguments`` as for `Checkpoint.open`. Raises ValueError if there is none."""
+    """Return the transformers config of a folder, of a `config.json` or of a model in the Hub. ``arguments``: as for
+    `Checkpoint.open`. Raises ValueError if there is no config."""
     if os.path.isfile(path):
         return _read_config(os.fspath(path), Path(path), os.fspath(path), {})
     return Checkpoint.open(path, arguments, weights=False).read_config()
@@ -295,8 +295,8 @@ def _read_config(name: str, file: Path, source: str, code: Mapping[str, Any]) ->
 def _small_files(
     name: str, hub: Mapping[str, Any], *, with_code: bool, only_config: bool
 ) -> tuple[str, dict[str, int], str | None]:
-    """Return the snapshot's folder, the bytes of all files of the model by name, and why the Hub could not be asked.
-    The bytes are not known without the Hub, and not asked for if only the config is needed."""
+    """Return the folder of the snapshot, a dict from the model's files to their sizes in bytes, and the reason if the
+    Hub could not be reached. The sizes are not known without the Hub, and not needed if only the config is needed."""
     failure: BaseException | None = None
     if not hub.get("local_files_only"):
         try:
@@ -330,7 +330,7 @@ def _is_small(file: str, *, with_code: bool) -> bool:
 
 
 def weight_files(folder: str, sizes: Mapping[str, int] = MappingProxyType({})) -> list[str]:
-    """Names of the files with the model's weights. ``sizes``: those of all files, as far as they are known."""
+    """Return the names of the files with the model's weights. ``sizes``: known sizes of all files of the model."""
     config = json.loads((Path(folder) / CONFIG_NAME).read_text()) if _has(folder, CONFIG_NAME) else {}
     file = config.get("transformers_weights")
     if file is None:
@@ -364,12 +364,12 @@ def _has(folder: str, file: str) -> bool:
 
 
 def _exactly(file: str) -> str:
-    """A pattern that only this file matches."""
+    """Return a pattern that matches only this file."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in file)
 
 
 def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None) -> ValueError:
-    """The error for a model that is not in the cache, and cannot be fetched because of ``failure``."""
+    """Return the error for a model that is not in the cache, and cannot be fetched because of ``failure``."""
     causes = [failure, getattr(failure, "__cause__", None)]
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return ValueError(
@@ -409,7 +409,7 @@ def _lock(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling_others(links: Links) -> Iterator[None]:
-    """Within, tell ranks of other machines, whose downloads may be faster, that this one is at work."""
+    """In this context, send heartbeats to ranks of other machines, which may finish their downloads earlier."""
     is_done = threading.Event()
 
     def tell(send: Callable[[], None]) -> None:
@@ -425,23 +425,23 @@ def _telling_others(links: Links) -> Iterator[None]:
         thread.join()
 
 
-# What a folder has.
+# Contents of a folder.
 
 
 @dataclass(frozen=True)
 class SaidForm:
-    """How a config says that the checkpoint is quantized."""
+    """The `quantization_config` in the config of a quantized checkpoint."""
 
     method: str
-    """The name of the method of the `quantization_config`."""
+    """Name of the method."""
     fields: dict[str, Any]
-    """Its entries."""
+    """All entries of the `quantization_config`."""
     plain: Any
     """A copy of the config, and of the configs in it, without `quantization_config`."""
 
 
 def quantization_of(model_config: Any) -> SaidForm | None:
-    """Return what a model's config says, or that of its text model; None if it says nothing."""
+    """Return the form that the config of a model, or of its text model, describes. None if it describes none."""
     text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
     for config in (model_config, text_config):
         said = getattr(config, "quantization_config", None)
@@ -471,7 +471,7 @@ def _without_quantization(model_config: Any) -> Any:
 
 
 def has_safetensors(path: str | Path) -> bool:
-    """Whether a folder has the weights of a checkpoint in safetensors."""
+    """Return whether a folder has the weights of a checkpoint as safetensors files."""
     return (Path(path) / _WEIGHTS).is_file() or (Path(path) / _INDEX).is_file()
 
 
@@ -484,8 +484,8 @@ def check_safetensors(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def opened_tensors(path: Path) -> Iterator[Tensors]:
-    """The tensors of all safetensors files of a checkpoint folder, which are not read. Raises ValueError for a file
-    that is missing or damaged."""
+    """Yield the tensors of all safetensors files of a checkpoint folder. They are read only on access. Raises
+    ValueError for a file that is missing or damaged."""
     if (path / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (path / _INDEX).is_file():
@@ -495,8 +495,8 @@ def opened_tensors(path: Path) -> Iterator[Tensors]:
             raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
     else:
         raise ValueError(
-            f"{str(path)!r} is a quantized checkpoint without {_WEIGHTS} or {_INDEX}, and is dequantized from "
-            "safetensors alone; save it as safetensors"
+            f"{str(path)!r} is a quantized checkpoint without {_WEIGHTS} or {_INDEX}, and only safetensors files are "
+            "dequantized; save it as safetensors"
         )
     with contextlib.ExitStack() as stack:
         tensors: dict[str, UnreadTensor] = {}

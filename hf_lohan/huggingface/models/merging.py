@@ -29,7 +29,7 @@ from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import Links
 
 _PIECE_BYTES = 32 << 20
-"""Weights are copied in pieces of about this size."""
+"""Approximate size of the pieces in which weights are copied."""
 _TOKENIZERS = (
     *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*processor_config.json"),
     *("chat_template*", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
@@ -48,14 +48,14 @@ def merge(
 ) -> None:
     """Merge a saved adapter of PEFT into a base model, and save the result as a plain model of transformers.
 
-    The weights are those of `PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)`, to
-    the bit. They are read, merged and written one by one, so that the model is never in memory. The files of the
-    tokenizer are those of the adapter if it has any, or else those of the base.
+    The weights are bitwise equal to `PeftModel.from_pretrained(model, adapter).merge_and_unload()` followed by
+    `save_pretrained(output)`. They are read, merged and written one by one, so that the model is never in memory. The
+    tokenizer's files are copied from the adapter, or from the base if the adapter has none.
 
     Args:
-        adapter: a folder with an adapter, or the name of one in the Hub.
-        base: a checkpoint folder, or the name of a model in the Hub. It need not be the base of the training, but its
-            weights have the same shapes: after training over packed weights it may be the original in bfloat16.
+        adapter: a folder with an adapter, or the name of an adapter in the Hub.
+        base: a checkpoint folder, or the name of a model in the Hub. It may differ from the base of the training, but
+            its weights must have the same shapes: after training over packed weights, the bfloat16 original fits.
         output: a new or empty folder. It appears only when it is complete.
         dtype: dtype of the weights. "auto" is the checkpoint's dtype.
         model_class: a class or an auto class of transformers. The default is the class that the config names.
@@ -69,7 +69,7 @@ def merge(
     asked = kwargs.pop("quantization_config", None)
     if asked is not None and not getattr(asked, "dequantize", False):
         raise ValueError(
-            f"quantization_config={type(asked).__name__} was given, and a merged model is saved without quantization; "
+            f"quantization_config={type(asked).__name__} was given, but a merged model is saved without quantization; "
             "leave it out"
         )
     check_new_folder(output)
@@ -81,7 +81,7 @@ def merge(
     recipe.build()
     check_safetensors(recipe.checkpoint.folder)
     model, weights = _unread_model(recipe, dtype)
-    # A weight that is read may be a view of the file, and PEFT writes saved modules into it. So it gets a clone.
+    # A weight may be a view of the file. PEFT writes saved modules into weights, so it gets a clone.
     readable = ReadableBase(lambda parameter: weights[parameter]().clone())
     readable.hide(weights)
     adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), recipe.checkpoint.name)
@@ -100,13 +100,13 @@ def merge(
 
 
 def _unread_model(recipe: ModelRecipe, dtype: torch.dtype | str) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
-    """Return a model of placeholders, and the weights that they stand for."""
+    """Return a model of placeholders, and a dict from placeholder to the weight, which is read on access."""
     unread: dict[str, UnreadWeight] = {}
     model = recipe.load(dtype, loaded_unread(unread))
     weights: dict[nn.Parameter, UnreadWeight] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in unread:
-            weights.setdefault(parameter, unread[name])  # a tied weight is that of its first name
+            weights.setdefault(parameter, unread[name])  # a tied weight is read under its first name
     make_placeholders(model, only=weights)
     return model, weights
 
@@ -141,17 +141,17 @@ def _with_saved_adapter(
         if lines:
             raise ValueError(
                 f"the adapter {adapter!r} was trained over a model of other shapes than {base!r}: "
-                f"{lines[0].rstrip('.')}; give the base of the training, or one of the same shapes"
+                f"{lines[0].rstrip('.')}; give the base of the training, or a base with the same shapes"
             ) from None
         if getattr(config, "init_lora_weights", True) not in (True, False):
             raise ValueError(
                 f"the adapter {adapter!r} changes its base when it is loaded (init_lora_weights="
-                f"{config.init_lora_weights!r}), which is not merged a weight at a time; save it with "
+                f"{config.init_lora_weights!r}), so it cannot be merged a weight at a time; save it with "
                 "path_initial_model_for_weight_conversion=..., or merge it in memory"
             ) from error
         raise
     names = list(adapted.named_parameters(remove_duplicate=False))
-    found = {parameter for name, parameter in names if name not in loaded.missing_keys}  # layers may share some
+    found = {parameter for name, parameter in names if name not in loaded.missing_keys}  # layers may share parameters
     missing = [name for name, parameter in names if parameter not in found]
     others = [
         *missing,
@@ -161,21 +161,21 @@ def _with_saved_adapter(
         has = "does not have" if missing else "also has"
         raise ValueError(
             f"the adapter {adapter!r} was trained over another model than {base!r}: it {has} {others[0]}; give the "
-            "base of the training, or one of the same shapes"
+            "base of the training, or a base with the same shapes"
         )
     return adapted
 
 
 def _is_projection(adapted: nn.Module, name: str, saved: Tensor | None) -> bool:
-    """Return whether a saved tensor is one of VeRA's random projections, with the values that the model has. PEFT
-    before 0.21 makes them anew, and does not expect them."""
+    """Return whether a saved tensor is a random projection of VeRA that equals the model's. PEFT before 0.21 generates
+    projections when it loads an adapter, and does not expect saved ones."""
     end = f".{name.rpartition('.')[2]}.default"
     buffers = (buffer for buffer_name, buffer in adapted.named_buffers() if buffer_name.endswith(end))
     return saved is not None and any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)
 
 
 def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:
-    """Make weights of the base that are saved with the adapter, such as resized embeddings, ordinary parameters."""
+    """Load weights of the base that are also saved with the adapter, such as resized embeddings, as parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in saved:
         parameter = parameters.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
@@ -184,7 +184,7 @@ def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight]
 
 
 class _MergedWeights(SavedWeights):
-    """The weights of a checkpoint."""
+    """The weights of a checkpoint, with an adapter merged into them."""
 
     def __init__(self, model: Any, weights: Mapping[nn.Parameter, UnreadWeight], merges: PendingMerges) -> None:
         named = model.named_parameters(remove_duplicate=False)
@@ -220,7 +220,7 @@ class _MergedWeights(SavedWeights):
         return rows
 
     def _with_rows(self, name: str) -> UnreadWeight | None:
-        """Return a weight whose rows are read one by one; None if it is read whole."""
+        """Return a weight if its rows can be read one by one, or None if it must be read whole."""
         parameter = self._parameters[name]
         weight = self._weights.get(parameter)
         is_merged = self._merges is not None and parameter in self._merges
@@ -234,7 +234,7 @@ class _MergedWeights(SavedWeights):
         return self._read(parameter).clone()
 
     def _read(self, parameter: nn.Parameter) -> Tensor:
-        """Return a weight, which may be a view of the file."""
+        """Return the values of a weight. They may be a view of the file."""
         return self._weights[parameter]() if parameter in self._weights else parameter.data
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which weights their tensors encode, and which checkpoints are refused."""
+"""Finds the weights that the tensors of a quantized checkpoint encode, and refuses unsupported checkpoints."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from hf_lohan.quantize.encoded_weights import (
 logger = logging.getLogger(__name__)
 
 FUSED_EXPERTS = "experts"
-"""The end of the names of fused experts, which bitsandbytes does not quantize."""
+"""Suffix of the names of fused experts. bitsandbytes does not quantize these."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _OF_ACTIVATIONS = re.compile(r"(.+)([._])(activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
-"""By name, a weight and the names of the tensors that encode it."""
+"""Maps names of weights to (weight, names of the tensors that encode it)."""
 
 
 def finder(path: str | Path, said: SaidForm) -> Callable[..., Encoded]:
-    """Return the function that finds the weights that tensors encode, by what the config says. Nothing is read. For
-    int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
+    """Return the function that finds the weights that tensors encode, for the method in the config. It reads no tensor.
+    For int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
     refuse_other_methods(path, said.method)
     return partial(_FINDERS[said.method], said.fields)
 
@@ -56,11 +56,11 @@ def refuse_other_methods(path: str | Path, method: str) -> None:
 
 
 def _scales_of(name: str, candidates: Sequence[str], tensors: Tensors) -> str:
-    """The first of the names that the checkpoint has. Raises ValueError if it has none."""
+    """Return the first of the ``candidates`` that the checkpoint has. Raises ValueError if it has none of them."""
     found = next((scales for scales in candidates if scales in tensors), None)
     if found is None:
         raise ValueError(
-            f"{name} is quantized, and the checkpoint has no {candidates[0]} with its scales; download the checkpoint "
+            f"{name} is quantized, but the checkpoint has no {candidates[0]} with its scales; download the checkpoint "
             "again, or use the model's original in bfloat16"
         )
     return found
@@ -69,30 +69,30 @@ def _scales_of(name: str, candidates: Sequence[str], tensors: Tensors) -> str:
 def _check_scales(
     name: str, scales: str, tensors: Tensors, allowed: Mapping[tuple[int, ...], tuple[int, int]]
 ) -> tuple[int, int]:
-    """What is ``allowed`` for the shape of the scales. Raises ValueError for another shape."""
+    """Return the value in ``allowed`` for the shape of the scales. Raises ValueError if the shape is not in it."""
     shape = tuple(tensors[scales].get_shape())
     if shape not in allowed:
         raise ValueError(
             f"{scales} has shape {list(shape)}, and the scales of {name} with shape "
-            f"{tensors[name].get_shape()} have {' or '.join(str(list(other)) for other in allowed)}; download the "
+            f"{tensors[name].get_shape()} need {' or '.join(str(list(other)) for other in allowed)}; download the "
             "checkpoint again"
         )
     return allowed[shape]
 
 
 def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
-    """The shape of a weight, [rows, columns] or [experts, rows, columns]. Raises ValueError for another."""
+    """Return a weight's shape: [rows, columns] or [experts, rows, columns]. Raises ValueError for another shape."""
     shape = tensor.get_shape()
     if len(shape) not in (2, 3):
         raise ValueError(
-            f"{name} is quantized and has shape {shape}; weights of two or three dimensions are dequantized"
+            f"{name} is quantized and has shape {shape}; only weights of two or three dimensions are dequantized"
         )
     return shape
 
 
 def is_of_activations(name: str, encoded: Collection[str]) -> bool:
-    """Whether a tensor has the scales of the inputs or outputs of an encoded weight, which decoding does not need.
-    Parameters of a model may have such a name, too."""
+    """Return whether a tensor has the scales of inputs or outputs of an encoded weight. Decoding does not need these. A
+    parameter of a model may have the same form of name."""
     match = _OF_ACTIVATIONS.fullmatch(name)
     return match is not None and (f"{match[1]}.weight" if match[2] == "." else match[1]) in encoded
 
@@ -101,7 +101,7 @@ def _grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
     return -(-rows // block[0]), -(-columns // block[1])
 
 
-# fp8 and mxfp8: float8 numbers in blocks, or one scale for all; experts also as FP4 numbers.
+# fp8 and mxfp8: float8 codes, with a scale for each block or one scale. Experts may also have FP4 codes.
 
 
 def _find_fp8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
@@ -140,7 +140,7 @@ def _find_mxfp4(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
         blocks, scales = f"{name}_blocks", f"{name}_scales"
         _scales_of(blocks, [scales], tensors)
         if blocks not in tensors or len(tensors[blocks].get_shape()) != 4:
-            raise ValueError(f"{scales} has scales of MXFP4, and the checkpoint has no {blocks} [experts, rows, n, 16]")
+            raise ValueError(f"{scales} has scales of MXFP4, but the checkpoint has no {blocks} [experts, rows, n, 16]")
         experts, rows, groups, stored = tensors[blocks].get_shape()
         size = _check_scales(blocks, scales, tensors, {(experts, rows, groups): (1, stored * 2)})
         shape = torch.Size((experts, groups * stored * 2, rows))
@@ -186,12 +186,12 @@ def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
 
 
 def _check_order(name: str, columns: int, group_size: int, tensors: Tensors, *, is_reordered: bool) -> None:
-    """Raises ValueError unless each group of a weight has columns that follow each other. ``is_reordered``: whether the
-    settings say that groups have other columns."""
+    """Raise ValueError unless each group of a weight has consecutive columns. ``is_reordered``: whether the settings
+    assign other columns to groups."""
     groups = tensors.get(f"{name}_g_idx")
     if groups is None and is_reordered:
         raise ValueError(
-            f"{name} is quantized with actorder 'group', and the checkpoint has no {name}_g_idx with the group of each "
+            f"{name} is quantized with actorder 'group', but the checkpoint has no {name}_g_idx with the group of each "
             "column; download the checkpoint again, or use the model's original in bfloat16"
         )
     if groups is not None and groups[...].flatten().tolist() != [column // group_size for column in range(columns)]:
@@ -202,7 +202,7 @@ def _check_order(name: str, columns: int, group_size: int, tensors: Tensors, *, 
 
 
 def _compressed_matrix(codes: str, tensors: Tensors) -> tuple[int, int, Callable[[Tensor], Tensor]]:
-    """Rows and columns of a weight, and how its codes are decoded."""
+    """Return the rows and columns of a weight, and the function that decodes its codes."""
     tensor, name = tensors[codes], codes.removesuffix("_packed")
     if tensor.get_dtype() in (*_FLOAT8, "I8") and name == codes and len(tensor.get_shape()) == 2:
         rows, columns = tensor.get_shape()
@@ -214,13 +214,13 @@ def _compressed_matrix(codes: str, tensors: Tensors) -> tuple[int, int, Callable
             if tensor.get_shape() == [rows, -(-columns * bits // 32)]:
                 return rows, columns, decode
     raise ValueError(
-        f"{codes} has dtype {tensor.get_dtype()} and shape {tensor.get_shape()}; of compressed-tensors, matrices "
-        "in float8, int8, or 4 or 8 bits packed into int32 are dequantized; use the model's original in bfloat16"
+        f"{codes} has dtype {tensor.get_dtype()} and shape {tensor.get_shape()}, but compressed-tensors are only "
+        "dequantized in float8, int8, or 4 or 8 bits packed into int32; use the model's original in bfloat16"
     )
 
 
 def compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
-    """The rows and columns that share a scale."""
+    """Return the number of rows and the number of columns that share a scale."""
     match group.get("strategy"):
         case "group":
             return 1, group["group_size"]
@@ -244,11 +244,12 @@ _PRESETS: Mapping[str, Mapping[str, Any] | None] = {
     "FP8_DYNAMIC": {**_BY_ROWS, "type": "float"},
     "FP8_BLOCK": {**_BY_ROWS, "type": "float", "strategy": "block", "block_structure": [128, 128]},
 }
-"""How the presets of compressed-tensors quantize weights."""
+"""Maps each preset of compressed-tensors to its settings for weights."""
 
 
 def _group_of(name: str, group: Any) -> Mapping[str, Any]:
-    """A group of `config_groups`, which may be the targets of a preset. Raises ValueError for an unknown preset."""
+    """Return the settings of a group of `config_groups`, which may be a preset. Raises ValueError for unknown
+    presets."""
     if isinstance(group, Mapping):
         return group
     if name.upper() not in _PRESETS:
@@ -260,7 +261,7 @@ def _group_of(name: str, group: Any) -> Mapping[str, Any]:
 
 
 def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """How weights are quantized, by group. Raises ValueError for what is not dequantized."""
+    """Return the settings for weights of each group. Raises ValueError for settings that are not dequantized."""
     named = (_group_of(name, group) for name, group in (settings.get("config_groups") or {}).items())
     groups = [group for group in named if group.get("weights")]
     whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")
@@ -277,18 +278,18 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group["weights"] for group in groups]
 
 
-# int8 of bitsandbytes: codes that are 127ths of their row's scale.
+# int8 of bitsandbytes: a weight is its code times the row's scale / 127.
 
 
 def transposed_weights(model: nn.Module) -> Collection[str]:
-    """The names of weights that a model, real or on meta, has transposed. bitsandbytes packs the matrices of `Conv1D`
-    so, and the files do not say which they are."""
+    """Return the names of weights that bitsandbytes packs transposed, which are those of `Conv1D`. The files do not
+    show which weights these are. The model may be on the meta device."""
     return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
 
 
 def _find_int8(_settings: Mapping[str, Any], tensors: Tensors, transposed: Collection[str] = ()) -> Encoded:
-    """The checkpoint's names may have another beginning than those of ``transposed``, as those of a causal LM have for
-    its base model."""
+    """Find int8 weights. Names in the checkpoint and in ``transposed`` may have different prefixes, because a
+    checkpoint of a causal LM may be loaded as its base model."""
     encoded: Encoded = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -319,7 +320,7 @@ def _find_int8(_settings: Mapping[str, Any], tensors: Tensors, transposed: Colle
 
 @dataclass(frozen=True)
 class _AsColumn:
-    """The scales of rows, as [rows, 1]."""
+    """Scales of rows, with shape [rows, 1]."""
 
     scales: UnreadTensor
 
@@ -342,21 +343,21 @@ _FINDERS: Mapping[str, Callable[..., Encoded]] = {
 }
 
 
-# `BitsAndBytesConfig` as an argument: weights that are packed while they are stored.
+# `BitsAndBytesConfig` as an argument: weights are packed while they are stored.
 
 
 def quantized_as_asked(config: ResolvedConfig, asked: Any, compute_dtype: torch.dtype) -> ResolvedConfig:
-    """The settings with `quantize` as a ``quantization_config`` asks. Modules that either of them skips are skipped.
+    """Return the settings with `quantize` set from ``asked``, a `quantization_config`. Modules to skip are combined.
 
-    ``compute_dtype``: the dtype in which the model computes. Raises ValueError for a field that cannot be honoured, and
-    if the settings ask for another form.
+    ``compute_dtype``: the dtype in which the model computes. Raises ValueError for an unsupported field, and if the
+    settings ask for another form.
     """
     quantization = _quantization_of(asked, compute_dtype)
     said = config.quantize
     if said.method != "auto" and replace(said, skip=()) != replace(quantization, skip=()):
         raise ValueError(
-            f"quantization_config asks for {replace(quantization, skip=()).to_setting()}, and the offload settings for "
-            f"quantize: {said.to_setting()}; give only one of them"
+            f"quantization_config asks for {replace(quantization, skip=()).to_setting()}, but the offload settings ask "
+            f"for quantize: {said.to_setting()}; give only one of them"
         )
     if said.method == "auto":
         return replace(config, quantize=quantization)
@@ -365,13 +366,12 @@ def quantized_as_asked(config: ResolvedConfig, asked: Any, compute_dtype: torch.
 
 
 def name_unpacked(model: nn.Module, quantization: Quantization) -> None:
-    """Log which modules bitsandbytes would pack, and `quantization`, which a `BitsAndBytesConfig` asked for, does
-    not."""
+    """Warn of modules that bitsandbytes would pack, but that ``quantization`` (from a `BitsAndBytesConfig`) skips."""
     names = [name for name in linear_routers(model) if not is_named(name, quantization.skip)]
     if names:
         logger.warning(
-            "quantization_config: bitsandbytes packs %s and %d more, and hf_lohan packs no module that chooses "
-            "experts, so the numbers differ; name it in llm_int8_skip_modules for the numbers of bitsandbytes",
+            "quantization_config: bitsandbytes packs %s and %d more, but hf_lohan packs no module that chooses "
+            "experts, so the numbers differ; for equal numbers, name it in llm_int8_skip_modules",
             names[0],
             len(names) - 1,
         )
@@ -409,8 +409,8 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
 
 
 def check_compute_dtype(config_name: str, asked: Any, compute_dtype: torch.dtype) -> None:
-    """Raise ValueError if the configuration's bnb_4bit_compute_dtype, ``asked``, is not honoured."""
-    # float32 is bitsandbytes' default, and stands for the dtype of the inputs.
+    """Raise ValueError if ``asked``, the configuration's bnb_4bit_compute_dtype, differs from the model's dtype."""
+    # float32 is the default of bitsandbytes, which then computes in the dtype of the inputs.
     if str(asked or "float32").removeprefix("torch.") not in ("float32", dtype_name(compute_dtype)):
         raise ValueError(
             f"{config_name}: bnb_4bit_compute_dtype={asked} differs from the dtype of the model, {compute_dtype}, in "

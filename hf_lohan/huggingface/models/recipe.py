@@ -1,4 +1,4 @@
-"""From a checkpoint to a model whose weights stream to a store: what is known before a weight is read."""
+"""Makes a model from a checkpoint, and streams its weights to a store. Checks run before weights are read."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ from hf_lohan.wording import format_bytes, times
 logger = logging.getLogger(__name__)
 
 _COMPARED_NUMEL = 4 << 20
-"""Elements of two tied tensors that are compared at once."""
+"""Number of elements of two tied tensors that are compared at a time."""
 _NO_CODE: Mapping[str, Any] = MappingProxyType({})
 _PLACEMENT = ("device_map", "max_memory", "tp_plan", "tp_size", "distributed_config")
 
 
 def refuse_placement(loading: Mapping[str, Any], because: str) -> None:
-    """Raise ValueError for arguments of `from_pretrained` that place or shard a model on devices. ``because``: what
-    happens to the model instead."""
+    """Raise ValueError for arguments of `from_pretrained` that place or shard a model on devices. ``because``: relative
+    clause on the model, with the reason."""
     for name in _PLACEMENT:
         if loading.get(name) is not None:
             raise ValueError(f"{name}={loading[name]!r} places or shards the model, {because}; leave it out")
 
 
 class ModelRecipe:
-    """A model of a checkpoint, before its weights are read. The calls have an order: `build`, `check`, `stream`.
+    """A model of a checkpoint, before its weights are read. The order of calls is `build`, `check`, `stream`.
 
-    `build` makes the skeleton and the settings that follow from the checkpoint. With them a store is laid out. `check`
-    refuses what cannot be stored, and downloads missing files. `stream` reads the weights. All ranks make these calls
-    together.
+    `build` makes the skeleton and the settings that follow from the checkpoint. The caller lays out a store with them.
+    `check` raises errors for weights that cannot be stored, and downloads missing files. `stream` reads the weights.
+    All ranks make these calls together.
     """
 
     skeleton: Any
-    """The model on meta, with adapters if it gets any."""
+    """The model on the meta device, with its adapters if there are any."""
     names: dict[str, str]
-    """The stored names of the checkpoint's weights, by the names of the model without adapters."""
+    """Maps names of weights in the model without adapters to their stored names."""
 
     def __init__(
         self,
@@ -81,11 +81,12 @@ class ModelRecipe:
         model_class: Any = None,
         stays_packed: bool = True,
     ) -> None:
-        """``arguments`` are those of the model class's `from_pretrained`. What the config takes of them is removed.
+        """``arguments``: arguments of the model class's `from_pretrained`. Values for the config are removed from them.
 
-        ``compute_dtype``: that of the model if it is not the checkpoint's. ``stays_packed``: see `read_form`. Raises
-        ValueError if there is no such checkpoint, for a form that is not read, and for a ``quantization_config`` that
-        cannot be combined with it. If the weights are packed, or all must be decoded, their files are downloaded.
+        ``compute_dtype``: dtype of the model, if it differs from the checkpoint's. ``stays_packed``: see `read_form`.
+        Raises ValueError if there is no such checkpoint, for an unsupported form, and for a ``quantization_config``
+        that cannot be combined with it. The files of packed weights are downloaded, and all files if all weights must
+        be decoded.
         """
         refuse_placement(arguments, "which offload streams to its device itself")
         dtype = take_torch_dtype(arguments, dtype)
@@ -99,7 +100,7 @@ class ModelRecipe:
         self._compute_dtype = compute_dtype or self.dtype
         said = quantization_of(config)
         if not stays_packed or said is not None:
-            self.checkpoint.fetch_weights(None, settings, links)  # they say how they are packed
+            self.checkpoint.fetch_weights(None, settings, links)  # the files show how weights are packed
         self.form = read_form(self.checkpoint.folder, config, said, stays_packed=stays_packed)
         self.settings = self.form.settings_asked(settings, quantization_config, self._compute_dtype)
         self.config = self._own_config = self.form.model_config
@@ -109,7 +110,7 @@ class ModelRecipe:
         checkpoint."""
         self._finish, self._is_trained = finish, is_trained
         self._tie()
-        # `finish` may change the model's size. Building changes the config's dtype, which a merge loads.
+        # `finish` may change the size of the model. Building changes the config's dtype, and a merge loads the config.
         if finish is not None or not self._stays_packed:
             self._own_config = copy.deepcopy(self.config)
         with torch.device("meta"):
@@ -126,7 +127,7 @@ class ModelRecipe:
         self.settings = self.form.settings(self.settings, self._compute_dtype, frozen)
 
     def _tie(self) -> None:
-        """Have tied weights loaded once. See `config_as_tied`."""
+        """Let tied weights be loaded once (`config_as_tied`)."""
         if ties_weights(self.config) and (self.checkpoint.missing or has_safetensors(self.checkpoint.folder)):
             build = partial(skeleton_of, self.model_class, dtype=self.dtype, code=self.checkpoint.code)
             with self.checkpoint.opened(self.settings, self._links) as tensors:
@@ -135,8 +136,8 @@ class ModelRecipe:
             self.checkpoint = replace(self.checkpoint, renamed=renamed)
 
     def check(self, layout: OffloadLayout) -> None:
-        """Raise ValueError if the checkpoint cannot be stored as it is laid out, or if its files are damaged. Downloads
-        what is missing, if there is room for it and the store. Raises RanksDisagreeError if ranks read other files."""
+        """Raise ValueError if the checkpoint cannot be stored in ``layout``, or if its files are damaged. Downloads
+        missing files, if they and the store fit the disk. Raises RanksDisagreeError if ranks read different files."""
         self.form.check_stored(layout.blocks, self.names)
         self.checkpoint.fetch_weights(layout.records, self.settings, self._links)
         check_safetensors(self.checkpoint.folder)
@@ -147,7 +148,7 @@ class ModelRecipe:
         checkpoint's dtypes may differ from the store's."""
         access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
         sink = WeightSink(access, self.names, of_any_dtype=casts)
-        # Masters are the products of codes and scales, before they are rounded.
+        # Masters are the products of codes and scales, without rounding.
         dtype = torch.float32 if self.form.is_decoded and casts and self.is_auto else self.dtype
         model = self.load(dtype, streamed_to(sink, self.checkpoint.name), sink)
         return_freed_memory()
@@ -166,9 +167,9 @@ class ModelRecipe:
         taking: contextlib.AbstractContextManager[Mapping[str, int]],
         sink: WeightSink | None = None,
     ) -> Any:
-        """Return the model that the class's `from_pretrained` makes. ``taking`` takes its weights, and yields the bytes
-        of unused tensors by name. Weights that stay packed go to ``sink``. Logs a warning of unused tensors, and raises
-        ValueError if the checkpoint has no weight of the model."""
+        """Return the model that `from_pretrained` of the class makes. In the context ``taking`` its weights are taken.
+        The context yields a dict from unused tensor to its bytes. Weights that stay packed go to ``sink``. Warns of
+        unused tensors. Raises ValueError if the checkpoint has no weight of the model."""
         checkpoint = self.checkpoint
         arguments = checkpoint.loading_arguments(self.model_class, self._arguments)
         as_formed = tensors_replaced(lambda tensors: self.form.replace_tensors(tensors, sink))
@@ -184,7 +185,7 @@ class ModelRecipe:
         if unused:
             of_what = times(len(unused), "tensor"), checkpoint.name, format_bytes(sum(unused.values()))
             logger.warning(
-                "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",
+                "%s of %s (%s) are not weights of %s and are not loaded, such as %s; saved models do not have them",
                 *of_what,
                 type(model).__name__,
                 min(unused),
@@ -200,11 +201,10 @@ def model_to_plan(
     dtype: torch.dtype | str = "auto",
     lora_rank: int | None = None,
 ) -> tuple[Any, torch.dtype, ResolvedConfig]:
-    """Return a model on meta, its dtype, and the settings that follow from its checkpoint, for a plan. Weights are not
-    needed. With a ``lora_rank`` the model is frozen, and has adapters of that rank on all linear layers.
+    """Return a model on the meta device, its dtype, and the settings that follow from its checkpoint, for a plan.
+    Weights are not needed. With ``lora_rank`` the model is frozen, and all linear layers have adapters of that rank.
 
-    ``arguments``: as for `Checkpoint.open`. Raises ValueError if there is no such model, and for a form that is not
-    read.
+    ``arguments``: as for `Checkpoint.open`. Raises ValueError if there is no such model, and for an unsupported form.
     """
     config = read_model_config(path, arguments)
     code = {name: arguments[name] for name in CODE_ARGUMENTS if name in arguments}
@@ -230,9 +230,9 @@ def model_to_plan(
 def weightless_model(
     config: Any, dtype: torch.dtype | str = "auto", model_class: Any = None, code: Mapping[str, Any] = _NO_CODE
 ) -> Any:
-    """Build the model of a config on meta, with grouped experts as in training. The default of ``model_class`` is
-    `model_class_of`. ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a model that cannot be
-    built or trained."""
+    """Build the model of a config on the meta device, with grouped experts as in training. ``model_class`` is by
+    default `model_class_of` the config. ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a
+    model that cannot be built or trained."""
     model_class = model_class or model_class_of(config, code)
     with torch.device("meta"):
         model = build_from_config(model_class, config, planning_dtype(config, dtype), code)
@@ -242,12 +242,12 @@ def weightless_model(
 
 
 def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype, code: Mapping[str, Any]) -> Any:
-    """Return the model without weights, in the dtypes in which it is loaded. ``code``: as for `build_from_config`. Call
-    this with meta as torch's default device."""
+    """Return the model without weights, in the dtypes in which it is loaded. ``code``: as for `build_from_config`. The
+    caller must set torch's default device to meta."""
     skeleton = build_from_config(model_class, model_config, dtype, code)
     kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
     for name, parameter in skeleton.named_parameters():
-        # Transformers makes all loaded weights trainable, even those that their class freezes.
+        # transformers makes all loaded weights trainable, even if their class freezes them.
         parameter.requires_grad_(parameter.is_floating_point())
         if name in kept:
             parameter.data = parameter.data.to(torch.float32)
@@ -259,8 +259,8 @@ def _has_float16(model_config: Any) -> bool:
 
 
 def take_torch_dtype(loading: dict[str, Any], dtype: Any) -> Any:
-    """Remove `torch_dtype`, the former name of `dtype`, from ``loading``, and return the dtype that is asked for.
-    Raises ValueError if both names are given and differ."""
+    """Remove `torch_dtype`, the former name of `dtype`, from ``loading``. Return the dtype that one of them gives.
+    Raises ValueError if both are given and differ."""
     former = loading.pop("torch_dtype", None)
     if former is None or str(dtype).removeprefix("torch.") == str(former).removeprefix("torch."):
         return dtype
@@ -270,13 +270,13 @@ def take_torch_dtype(loading: dict[str, Any], dtype: Any) -> Any:
 
 
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype in which the checkpoint's weights are loaded. Weights in float16 are loaded in float32, which
-    has their exact values, unless ``dtype`` asks otherwise."""
+    """Return the dtype in which the checkpoint's weights are loaded. By default float16 weights are loaded in float32,
+    which keeps their values exactly."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto" and _has_float16(model_config):
         logger.warning(
-            "%s is a float16 checkpoint; its weights are loaded in float32, which has their exact values", path
+            "%s is a float16 checkpoint; its weights are loaded in float32, which keeps their values exactly", path
         )
         return torch.float32
     checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
@@ -301,9 +301,9 @@ def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtyp
 
 
 def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
-    """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
-    none, or one without a head. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has
-    precedence, and the auto class that loads it is returned. Logs a warning if the class does not exist."""
+    """Return the class that the config of a checkpoint names in `architectures`. Return `AutoModelForCausalLM` if it
+    names no class, or a class without a head. With `trust_remote_code` in ``code``, return the auto class that loads
+    the checkpoint's own class, if there is one. Warns if the class does not exist."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -320,7 +320,7 @@ def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
     if name:
         logger.warning(
             "the checkpoint's config names the class %s, which transformers %s does not have; AutoModelForCausalLM "
-            "chooses one by the model type %r",
+            "chooses a class for the model type %r",
             name,
             transformers.__version__,
             config.model_type,
@@ -331,12 +331,12 @@ def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
 def config_as_tied(
     tensors: Tensors, folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
 ) -> tuple[Any, dict[str, str | None]]:
-    """Return the config, and the names under which tensors of a checkpoint are loaded if these are others.
+    """Return the config, and a dict from tensor name to the name under which it is loaded, if this differs.
 
-    A checkpoint may have a weight that its model ties, such as ``lm_head.weight``. Alone it is loaded as the weight to
-    which it is tied. If that weight is there too and is equal in ``dtype``, it is not loaded (None). If they differ,
-    the returned config does not tie, because `from_pretrained` keeps both. ``build`` makes a model of a config.
-    Raises ValueError if weights differ that the model's class always ties.
+    A checkpoint may have a weight that its model ties to another, such as ``lm_head.weight``. If the other weight is
+    missing, the tensor is loaded under the other name. If both exist and are equal in ``dtype``, it is not loaded
+    (None). If they differ, the returned config does not tie them, because `from_pretrained` keeps both. ``build`` makes
+    a model from a config. Raises ValueError if the weights differ although the model's class always ties them.
     """
 
     def tied_by(config: Any) -> tuple[Any, Mapping[str, str]]:
@@ -376,7 +376,7 @@ def config_as_tied(
 
 
 def ties_weights(config: Any) -> bool:
-    """Return whether a config ties the head to the embeddings."""
+    """Return whether a config ties the weights of the head and the embeddings."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 

@@ -1,4 +1,4 @@
-"""Overwrites the weights of an offloaded model with those of a checkpoint."""
+"""Overwrites the weights of an offloaded model with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_lohan.model import has_adapters, kept_in_float32
 
 
 def has_weights(model: Any, path: str | Path) -> bool:
-    """Return whether a folder has a file with weights of the model, and of each of its adapters. A folder that does not
-    exist has none."""
+    """Return whether a folder has a file with weights of the model, and a file for each of its adapters. False if the
+    folder does not exist."""
     if saves_adapters(model):
         folders, patterns = [*saved_adapters(model, path).values()], ["adapter_model.*"]
     else:
@@ -29,8 +29,8 @@ def has_weights(model: Any, path: str | Path) -> bool:
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
-    """Overwrite the weights in the store with those of a checkpoint, to resume or to load the best model. Calls
-    `from_pretrained`, because it fuses experts that are saved one by one."""
+    """Overwrite the weights in the store with the weights of a checkpoint, to resume or to load the best model. Calls
+    `from_pretrained`, because it fuses experts that were saved one by one."""
     if not has_weights(model, path):
         raise ValueError(f"{str(path)!r} has no weights of {type(model).__name__}; give the folder of a checkpoint")
     is_module = not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained"))
@@ -55,7 +55,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
 
 
 def _dtype_to_reload(engine: OffloadEngine, model: nn.Module) -> torch.dtype | str:
-    """Return the `dtype` with which `from_pretrained` rounds no weight. A config names the dtype of one weight."""
+    """Return a `dtype` with which `from_pretrained` rounds no weight. The config only has the dtype of one weight."""
     kept, blocks = kept_in_float32(model), engine.layout.blocks
     dtypes = {block.master.working_dtype for block in blocks for part in block.slices if part.name not in kept}
     widest = max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
@@ -63,7 +63,7 @@ def _dtype_to_reload(engine: OffloadEngine, model: nn.Module) -> torch.dtype | s
 
 
 def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
-    """Overwrite the weights in the store with the state dict of a file or a folder."""
+    """Overwrite the weights in the store with the state dict in a file or folder."""
     check_equal_checkpoints(path, engine.links)
     access = engine.parameters
     sink = WeightSink(access, _stored_names(engine, model))
@@ -73,7 +73,7 @@ def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path)
 
 
 def _stored_names(engine: OffloadEngine, model: nn.Module) -> dict[str, str]:
-    """Return the stored names of a model's weights, by all names that these have in its state dict."""
+    """Return a dict from each name in the model's state dict to the stored name of the weight."""
     stored = {part.parameter: part.name for part in engine.parameter_slices}
     named = model.named_parameters(remove_duplicate=False)
     return {name: stored[parameter] for name, parameter in named if parameter in stored}

@@ -33,16 +33,16 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 _MASTERS_NUMEL = 1 << 20
-"""Number of masters that are read at once."""
+"""Number of masters that are read at a time."""
 
 _REFUSED = {
-    "distributed_checkpoint": "leave it out, and all ranks save one checkpoint together",
+    "distributed_checkpoint": "leave it out, because all ranks save one checkpoint together",
     "path_initial_model_for_weight_conversion": (
         "leave it out, then load the base and the saved adapters in memory with peft.PeftModel.from_pretrained, and "
         "save that model with this argument"
     ),
 }
-"""Arguments of `save_pretrained` that are not supported, and what to do instead."""
+"""Arguments of `save_pretrained` that are not supported, with advice."""
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
@@ -50,8 +50,8 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Return the dtypes, by name, of weights that are not saved in their working dtype. ``loaded``: the dtypes in which
-    the weights were loaded, by name. Raises ValueError if checkpoints would round trained float32 weights."""
+    """Return a dict from weight to the dtype in which it is saved, if this is not its working dtype. ``loaded``: dtypes
+    in which weights were loaded. Raises ValueError if checkpoints would round trained float32 weights."""
     blocks = form.model_blocks.blocks
     is_float32 = all(block.master.working_dtype == torch.float32 for block in blocks)
     if asked == "bfloat16" and is_float32 and any(block.state_numel for block in blocks):
@@ -75,12 +75,12 @@ class StoredModel:
 
     model: Any
     access: Callable[[], ParameterAccess]
-    """Called for each weight, because an engine then waits for the weight's updates."""
+    """It is called for each weight, because an engine waits for the weight's updates in this call."""
     links: Links = field(default_factory=Links.alone)
     collective_reads: CollectiveReads | None = None
     """Set on rank 0 while it saves, if there are several ranks."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtypes, by stored name, of weights that are not saved in the store's dtype."""
+    """Maps stored names of weights to the dtypes in which they are saved, if these are not the dtypes in the store."""
     merges: PendingMerges | None = None
     """Adapters that are merged into the weights while they are saved."""
 
@@ -94,7 +94,7 @@ class StoredModel:
 
 
 class SavedWeights(Mapping[str, Tensor]):
-    """A model's weights by their names in its state dict, with adapters merged into them. Each access reads one."""
+    """Maps names in a model's state dict to weights with adapters merged into them. Each access reads one weight."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], merges: PendingMerges | None) -> None:
         self._parameters = parameters
@@ -107,28 +107,28 @@ class SavedWeights(Mapping[str, Tensor]):
 
     @abstractmethod
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """Iterate over the pieces of a flattened weight. Each piece is valid until the next one."""
+        """Iterate over the pieces of a flattened weight. A piece is valid until the next piece is read."""
 
     @abstractmethod
     def rows(self, name: str, row: int | None) -> Tensor:
-        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
+        """Return row ``row`` of a weight as [1, ...], or all rows if it is None."""
 
     @abstractmethod
     def _to_merge(self, parameter: nn.Parameter) -> Tensor:
-        """Return a weight in memory of its own."""
+        """Return a copy of a weight."""
 
     def _merged(self, name: str) -> Tensor | None:
-        """Return a weight with adapters merged into it; None if there are none to merge. The last ones are kept."""
+        """Return a weight with adapters merged into it, or None if none are merged. The last result is kept."""
         parameter = self._parameters[name]
         if self._merges is None or parameter not in self._merges:
             return None
         if parameter not in self._last_merged:
-            self._last_merged.clear()  # frees their memory first
+            self._last_merged.clear()  # frees memory before the next merge
             self._last_merged = self._merges.merged(parameter, self._to_merge)
         return self._last_merged[parameter]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._parameters  # without reading it
+        return name in self._parameters  # the default of Mapping would read the weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -141,7 +141,7 @@ class StoredWeights(SavedWeights):
     """The weights in a store, including aliases of tied weights."""
 
     def __init__(self, stored_model: StoredModel, parameters: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
-        """`parameters`: the weights and their names; default is the model's."""
+        """`parameters`: the weights and their names, by default all parameters of the model."""
         self._stored_model = stored_model
         if parameters is None:
             parameters = stored_model.model.named_parameters(remove_duplicate=False)
@@ -181,7 +181,7 @@ class StoredWeights(SavedWeights):
             advance(piece.nbytes)
 
     def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
-        """Return elements [first, last) of a flattened weight, in its saved dtype."""
+        """Return elements [first, last) of a flattened weight, in the dtype in which it is saved."""
         reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
         read = reads.read_masters if dtype == torch.float32 else reads.read_elements
         elements = read(stored_name, first, last)
@@ -212,13 +212,13 @@ class StoredWeights(SavedWeights):
 
 
 def saving_to(path: str | Path) -> AbstractContextManager[None]:
-    """In this context a full disk raises `DiskFullError` with ``path``, to which a model is saved."""
+    """In this context a full disk raises `DiskFullError`, which names ``path``."""
     return disk_full_named("cannot save the model to", path, "free space, or save to another drive")
 
 
 def save_together(stored_model: StoredModel, path: str | Path, save: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves. A full
-    disk raises `DiskFullError` with ``path``, the file or folder that `save` writes."""
+    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves. ``path``
+    is the file or folder that `save` writes. A full disk raises `DiskFullError`, which names it."""
 
     def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
         return save(replace(stored_model, collective_reads=reads), **kwargs)
@@ -236,8 +236,8 @@ def save_pretrained_from_store(
 
 
 def given_by_position(stock: Callable[..., Any], given: Sequence[Any]) -> dict[str, Any]:
-    """Return, by name, the arguments that were ``given`` by position after the folder to the method ``stock``. Raises
-    TypeError for more than it takes."""
+    """Return a dict from name to value for the arguments that were ``given`` to the method ``stock`` by position, after
+    the folder. Raises TypeError for too many arguments."""
     parameters = inspect.signature(stock).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     if len(given) > len(names):
@@ -251,16 +251,16 @@ def save_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
     """Call the stock `save_pretrained` with the stored weights in place of placeholders. Weights are written piece by
-    piece, and experts one by one. If transformers makes a tensor from several weights, or reorders a weight's rows,
-    those weights are in RAM meanwhile. Of a `state_dict` argument the tensors are saved, and the stored weights in
-    place of its placeholders. Raises ValueError for arguments that are not supported."""
+    piece, and experts one by one. If transformers makes a tensor from several weights, or reorders rows of a weight,
+    these weights are in RAM meanwhile. With an argument `state_dict` its tensors are saved, and stored weights in place
+    of its placeholders. Raises ValueError for arguments that are not supported."""
     model, given = stored_model.model, kwargs.pop("state_dict", None)
     for name, advice in _REFUSED.items():
         if kwargs.get(name):
             raise ValueError(f"save_pretrained({name}={kwargs[name]!r}) is not supported under offload; {advice}")
     if saves_adapters(model):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
-        with without_hooks(model):  # PEFT runs its prompt encoders, and without gradients LSTM has other kernels
+        with without_hooks(model):  # PEFT runs prompt encoders, and LSTM uses other kernels without gradients
             state_dict = _adapter_state_dict(stored_model, given, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
     dtype = dtype_of_config(model, StoredWeights(stored_model))
@@ -270,8 +270,8 @@ def save_from_store(
 def saved_state_dict(
     stored_model: StoredModel, given: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], StoredWeights]:
-    """Return the state dict to save, with stored weights on meta, and these weights by the same names. ``given``: the
-    state dict of the caller, such as averages. Its placeholders mean the weights in the store."""
+    """Return the state dict to save, with stored weights on the meta device, and a mapping that reads these weights.
+    ``given``: the caller's state dict, for example of averages. Its placeholders stand for weights in the store."""
     if given is None:
         weights = StoredWeights(stored_model)
         return on_meta(stored_model.model.state_dict(), weights), weights
@@ -281,7 +281,7 @@ def saved_state_dict(
 
 
 def dtype_of_config(model: nn.Module, weights: SavedWeights) -> torch.dtype | None:
-    """Return the dtype that a saved model's config names: that of its first weight, except integers."""
+    """Return the dtype for the config of a saved model: the dtype of its first floating point weight."""
     dtypes = (weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights)
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
@@ -297,7 +297,7 @@ def save_weights(
 ) -> Any:
     """Call the stock `save_pretrained` with ``weights`` in place of the meta tensors of ``state_dict``, as
     `save_from_store` does. ``dtype``: the dtype that the config names."""
-    # The stock method removes tied weights from the dict. This reference keeps their `id`s from being used again.
+    # The stock method removes tied weights from the dict. `forms` keeps them alive, so that their `id`s stay unique.
     forms = {name: state_dict[name] for name in weights}
     names = {id(form): name for name, form in forms.items()}
 
@@ -318,7 +318,7 @@ def save_weights(
 
 
 def on_meta(state_dict: Mapping[str, Tensor], weights: SavedWeights) -> dict[str, Tensor]:
-    """Return the state dict, with stored weights on meta in their saved dtype."""
+    """Return the state dict with stored weights on the meta device, in the dtypes in which they are saved."""
     return {
         name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
         for name, tensor in state_dict.items()
@@ -330,19 +330,19 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 class _FilePieces:
-    """Makes the pieces of one file's tensors."""
+    """Reads the pieces of the tensors of one file."""
 
     def __init__(self, weights: SavedWeights, names: Mapping[int, str], converted: Mapping[int, SavedTensor]) -> None:
-        """`names`: names of weights on meta, by the tensor's `id`. ``converted``: tensors that transformers made from
-        such weights, by `id`."""
+        """`names` maps the `id` of a weight on the meta device to its name. ``converted`` maps the `id` of a tensor to
+        its description, if transformers made it from weights on the meta device."""
         self._weights = weights
         self._names = names
         self._converted = converted
         self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
-        """The last conversion's results for one row. The file's next tensor is usually one of the results."""
+        """Results of the last conversion for one row. The next tensor of the file is usually one of them."""
 
     def iterate(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
-        """Iterate over the pieces of a tensor in order. Each piece is valid until the next one."""
+        """Iterate over the pieces of a tensor in order. A piece is valid until the next piece is read."""
         if tensor.device.type != "meta":
             yield tensor
         elif id(tensor) in self._names:
@@ -351,7 +351,7 @@ class _FilePieces:
             yield from self._convert(self._converted[id(tensor)])
         else:
             raise RuntimeError(
-                f"transformers saves {name}, and hf_lohan does not know from which weights it is made; save with "
+                f"transformers saves {name}, but hf_lohan does not know from which weights it is made; save with "
                 "save_original_format=False"
             )
 
@@ -368,7 +368,7 @@ class _FilePieces:
 
     def _results(self, conversion: SavingConversion, row: int | None) -> list[Tensor]:
         if self._last[:2] != (conversion, row):
-            self._last = (None, None, [])  # frees the last results first
+            self._last = (None, None, [])  # frees memory before the next conversion
             self._last = (conversion, row, conversion.results(lambda form: self._value(form, row)))
         return self._last[2]
 
@@ -384,8 +384,8 @@ def _adapter_state_dict(
     selected_adapters: Sequence[str] | None,
     save_embedding_layers: bool | str,
 ) -> dict[str, Tensor]:
-    """Return the state dict for PEFT. The tensors that PEFT saves (adapters, perhaps embeddings) have values, and all
-    others are on meta."""
+    """Return the state dict for PEFT. Tensors that PEFT saves (adapters, and perhaps embeddings) have values. All other
+    tensors are on the meta device."""
     from peft import get_peft_model_state_dict
 
     model = stored_model.model
@@ -394,7 +394,7 @@ def _adapter_state_dict(
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT repeats the warnings when it saves
-        # PEFT itself refuses adapters that do not exist.
+        # PEFT raises an error later for adapters that do not exist.
         for adapter in model.peft_config.keys() & (selected_adapters or model.peft_config):
             tensors = get_peft_model_state_dict(
                 model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers

@@ -1,4 +1,4 @@
-"""Reads and writes state dicts of models without transformers' `save_pretrained`, such as those of diffusers."""
+"""Reads and writes state dicts of models without the `save_pretrained` of transformers, such as diffusers models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILE = f"{WEIGHTS_NAME}.safetensors"
 _INDEX = f"{_FILE}.index.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
 _MAX_SHARD_SIZE = "10GB"
-"""Same default as in accelerate and diffusers."""
+"""Default size of shards, as in accelerate and diffusers."""
 
 
 def saves_itself(model: Any) -> bool:
@@ -136,8 +136,8 @@ def save_diffusers_from_store(
 
 
 def stream_state_dict(path: str | Path, sink: WeightSink) -> dict[str, Tensor]:
-    """Pass the weights of a file, or of a folder's files, to ``sink``, and large weights a few rows at a time. Returns
-    the tensors that are not in the store. Raises ValueError if no file exists."""
+    """Pass the weights in a file, or in the files of a folder, to ``sink``. Large weights are passed a few rows at a
+    time. Returns the tensors that are not in the store. Raises ValueError if no file exists."""
     rest: dict[str, Tensor] = {}
     for file in _files_of(Path(path)):
         with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Takes a checkpoint's weights to the store, tensor by tensor, so that the model is never in RAM."""
+"""Writes the weights of a checkpoint to the store, tensor by tensor, so that the model is never in RAM."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.threads import return_freed_memory
 
 _RETURNED_AFTER_BYTES = 256 << 20
-"""Loading returns freed memory each time this number of bytes is stored."""
+"""Each time this many bytes are stored, loading returns freed memory to the system."""
 _MOST_ROWS_BYTES = 32 << 20
-"""Larger weights are read and converted in pieces of at most this size and at most one buffer."""
+"""Larger weights are read and converted in pieces. A piece has at most this size, and at most the size of a buffer."""
 
 
 class WeightSink:
     def __init__(
         self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
     ) -> None:
-        """`names`: the stored names of weights, by the names that they have when they are loaded. Other weights stay in
+        """`names` maps names of weights during loading to their stored names. Weights that are not in it stay in
         memory. Without ``of_any_dtype`` each weight must have its working dtype."""
         self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
         self.written: set[str] = set()
@@ -37,7 +37,7 @@ class WeightSink:
         self._names = names
         self._of_any_dtype = of_any_dtype
         self._freed_bytes = 0
-        """Bytes of stored weights, which transformers frees, since freed memory was last returned."""
+        """Bytes of weights that were stored, and that transformers frees, since freed memory was last returned."""
 
     @property
     def total_bytes(self) -> int:
@@ -54,7 +54,7 @@ class WeightSink:
             self._count(stored, weight)
             return True
         if stored not in self._access.parts:
-            return False  # an alias of a tied weight, which is stored under its first name
+            return False  # an alias of a tied weight, because only the first name is stored
         self._check_dtype(stored, weight)
         self._access.write_parameter(stored, weight)
         self._count(stored, weight)
@@ -77,13 +77,13 @@ class WeightSink:
         return True
 
     def is_packed(self, name: str) -> bool:
-        """Whether the store packs a weight."""
+        """Return whether a weight is packed in the store."""
         stored = self._stored_name(name)
         return stored in self._access.parts and self._access.parts[stored][0][1].packed is not None
 
     def store_bytes(self, name: str, kind: str, first: int, content: Tensor) -> None:
-        """Write bytes of a weight that is packed in the checkpoint, from byte ``first`` of its ``kind`` ("codes" or
-        "scales") on. `store_weight` and `store_rows` then write nothing for it."""
+        """Write bytes of a weight that is packed in the checkpoint, beginning with byte ``first`` of its ``kind``
+        ("codes" or "scales"). `store_weight` and `store_rows` then write nothing for it."""
         stored = self._stored_name(name)
         self._access.write_packed(stored, kind, first, content)
         self._stored_packed.add(stored)
@@ -93,7 +93,7 @@ class WeightSink:
         return self._access.parts[self._stored_name(name)][0][1].shape
 
     def _stored_name(self, name: str) -> str:
-        """Return the stored name of a weight; an empty name for a weight that stays in memory."""
+        """Return the stored name of a weight, or "" if the weight stays in memory."""
         return name if self._names is None else self._names.get(name, "")
 
     def _count(self, name: str, weight: Tensor) -> None:
@@ -119,9 +119,9 @@ class WeightSink:
 
 @contextlib.contextmanager
 def streamed_to(sink: WeightSink, name: str) -> Iterator[dict[str, int]]:
-    """In this context, pass every weight that transformers has loaded, renamed, fused and cast to `sink`, and put a
-    meta parameter in its place. Large weights arrive a few rows at a time. Other weights arrive whole, through torch's
-    registration hooks. Yields the dict of unused tensors of `loaded_in_rows`."""
+    """In this context, pass each weight to `sink` after transformers has loaded, renamed, fused and cast it, and
+    replace it with a meta parameter. Large weights are passed a few rows at a time. Other weights are passed whole, by
+    torch's registration hooks. Yields the dict of unused tensors of `loaded_in_rows`."""
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
     def name_of(module: nn.Module, name: str) -> str:
@@ -145,7 +145,7 @@ def streamed_to(sink: WeightSink, name: str) -> Iterator[dict[str, int]]:
 
     hooks = [
         register_module_module_registration_hook(on_module),
-        # Torch's documentation allows the hook to return a replacement. Its annotation does not.
+        # torch's documentation allows the hook to return a replacement, but the type annotation does not.
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
@@ -158,8 +158,8 @@ def streamed_to(sink: WeightSink, name: str) -> Iterator[dict[str, int]]:
 
 
 def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
-    """Store the weights that the checkpoint does not have, such as new heads, and make every parameter that has a
-    name in the store a placeholder."""
+    """Store the weights that the checkpoint does not have, such as new heads. Then make every parameter with a stored
+    name a placeholder."""
     stored = {name: parameter for name, parameter in model.named_parameters() if name in names}
     for name, parameter in stored.items():
         if parameter.device.type != "meta":
@@ -171,7 +171,7 @@ def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str
 def make_placeholders(
     model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None, only: Container[nn.Parameter] | None = None
 ) -> None:
-    """Make every parameter a placeholder without values, or ``only`` these. ``dtypes``: new dtypes, by name."""
+    """Make all parameters, or ``only`` these, placeholders without values. ``dtypes`` maps names to new dtypes."""
     for name, parameter in list(model.named_parameters()):
         if only is not None and parameter not in only:
             continue
@@ -180,5 +180,5 @@ def make_placeholders(
             torch.full((1,), float("nan")).to(dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
-        # Keep the parameter object, so that weights stay tied. `.data` of a meta parameter cannot be set.
+        # The parameter object stays, so that weights stay tied. `.data` of a meta parameter cannot be set.
         torch.utils.swap_tensors(parameter, placeholder)

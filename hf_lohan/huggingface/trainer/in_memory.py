@@ -1,4 +1,4 @@
-"""`offload="auto"`: whether a Trainer's run fits the device without offloading."""
+"""Decides for `offload="auto"` whether the run of a Trainer fits the device without offloading."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _STATE_BYTES = 16
 _AUTOCAST_BYTES = 2
 """Bytes of a weight's copy in 16 bits, which autocast keeps during a forward."""
 _TEMPORARY_BYTES = 4
-"""Bytes of a weight that an optimizer which is not fused needs during its step."""
+"""Temporary bytes for each weight during the step of an optimizer that is not fused."""
 
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """Whether a run trains in memory, and the sentence that says why."""
+    """Whether a run trains in memory, and a sentence with the reason."""
 
     in_memory: bool
     sentence: str
@@ -49,8 +49,8 @@ class TrainingPlace:
 def choose_place(
     trainer_class: type, settings: Mapping[str, Any], loading: Mapping[str, Any], *, makes_models: bool
 ) -> TrainingPlace:
-    """Choose between the stock Trainer and offloading for ``settings``, the arguments of a Trainer by name.
-    ``loading``: its `model_init_kwargs`. Raises ConfigError for a trainer whose memory is not known."""
+    """Choose between the stock Trainer and offloading. ``settings``: the arguments of a Trainer by name. ``loading``:
+    its `model_init_kwargs`. Raises ConfigError for a trainer whose memory is not known."""
     if makes_models and not is_supervised(trainer_class):
         raise ConfigError(
             f"offload={FITS_OR_NOT!r} does not know the memory of {trainer_class.__name__}, which has more than one "
@@ -71,7 +71,7 @@ def choose_place(
 
 
 def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[str, Any]) -> Any:
-    """Load the model of a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
+    """Load the model with a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
     further arguments of `from_pretrained`."""
     checkpoint, rest = Checkpoint.open(path, loading, weights=False), dict(loading)
     model_class, asked = rest.pop("model_class", None), rest.pop("dtype", "float32" if is_mixed(args) else "auto")
@@ -81,12 +81,12 @@ def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[s
 
 
 def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str | None:
-    """Why a run is offloaded before its memory is planned; None if its memory decides."""
+    """Return the reason if a run is offloaded in any case, or None if its memory must be planned."""
     store = Path(args.output_dir) / STORE_FOLDER
     if is_one_of_several(args):
-        return f"it has {args.world_size} ranks, and 'auto' decides for one device"
+        return f"it has {args.world_size} ranks, but 'auto' can only decide for one device"
     if args.n_gpu > 1:
-        return f"the stock Trainer would use {args.n_gpu} GPUs at once, and 'auto' decides for one device"
+        return f"the stock Trainer would use {args.n_gpu} GPUs at once, but 'auto' can only decide for one device"
     if store.exists():
         return f"{str(store)!r} has the store of a run that was offloaded"
     if settings.get("model") is None:
@@ -103,7 +103,7 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
         loading = {**(getattr(args, "model_init_kwargs", None) or {}), **loading}
-        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
+        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # the latter are arguments of TRL
         checkpoint = Checkpoint.open(model, loading, weights=False)
         model_class, asked = loading.pop("model_class", None), loading.pop("dtype", "float32" if is_float32 else "auto")
         config = checkpoint.take_config(loading)
@@ -144,7 +144,7 @@ def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArgume
 
 
 def _has_text_alone(dataset: Any) -> bool:
-    """Whether a stored dataset has no columns but those of text. Rows that are made when they are read are not read."""
+    """Return whether a stored dataset has only text columns. False if rows are created when they are read."""
     if isinstance(dataset, list | tuple):
         return all(isinstance(row, Mapping) and set(row) <= _COLUMNS_OF_TEXT for row in dataset)
     datasets = sys.modules.get("datasets")
@@ -154,8 +154,8 @@ def _has_text_alone(dataset: Any) -> bool:
 
 def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> int:
     """Return the number of tokens of the longest padded row. It is read from the training data if they are tokenized
-    and stored, and from the evaluation data if training evaluates. Otherwise it is the most that the arguments or the
-    model allow. Raises ValueError if nothing says it."""
+    and stored, and from the evaluation data if training evaluates. Otherwise it is the maximum that the arguments or
+    the model allow. Raises ValueError if none of them has a maximum."""
     longest = _longest_row(settings.get("train_dataset"))
     if longest and args.eval_strategy != "no":
         sets = settings.get("eval_dataset")
@@ -166,12 +166,12 @@ def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: Traini
     else:
         length = most or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ValueError("neither the data nor the model says how long a sequence may be")
+        raise ValueError("neither the data nor the model shows the maximum length of a sequence")
     return _padded(length, settings.get("data_collator"), args)
 
 
 def _padded(length: int, collator: Any, args: TrainingArguments) -> int:
-    """Return the number of tokens of a row of ``length`` tokens that the collator has padded."""
+    """Return the number of tokens after the collator has padded a row of ``length`` tokens."""
     if getattr(collator, "padding", None) == "max_length":
         of_tokenizer = getattr(getattr(collator, "tokenizer", None), "model_max_length", 0)
         most = getattr(collator, "max_length", None) or of_tokenizer
@@ -181,8 +181,8 @@ def _padded(length: int, collator: Any, args: TrainingArguments) -> int:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the most tokens of a row, of the inputs or the labels; 0 if rows are made when they are read, which could
-    draw random numbers."""
+    """Return the length of the longest row of inputs or labels. Return 0 if rows are created when they are read,
+    because reading could draw random numbers."""
     if isinstance(dataset, list | tuple):
         rows = [row for row in dataset if isinstance(row, Mapping) and "input_ids" in row]
         values = (row[name] for row in rows for name in _COLUMNS_OF_TOKENS if name in row)
@@ -190,7 +190,7 @@ def _longest_row(dataset: Any) -> int:
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
         return 0
-    import pyarrow as pa  # as `datasets` does
+    import pyarrow as pa  # a requirement of `datasets`
     import pyarrow.compute as pc
 
     columns = [name for name in _COLUMNS_OF_TOKENS if name in dataset.column_names]
@@ -201,5 +201,5 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether a value of a row has tokens. The label of a whole row is a number, or a tensor without dimensions."""
+    """Return whether a value of a row is a sequence. The label of a whole row is a number or a scalar tensor."""
     return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0

@@ -1,4 +1,4 @@
-"""The part of a Trainer for runs of several ranks."""
+"""The part of `Trainer` for runs of several ranks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankTrainerMixin(_TrainerBase):
-    """Mixed into a Trainer. Ranks agree on what all must do, and a rank that fails ends the others."""
+    """Mixed into a Trainer. Ranks agree on decisions that must be equal, and a rank that fails ends the other ranks."""
 
     accelerator: Any
     model: Any
     _offload_config: OffloadConfig | None
 
     _found: RunStores
-    """What the last `train` has found on the ssd paths."""
+    """The stores that the last `train` found at the ssd paths."""
 
     if TYPE_CHECKING:
 
@@ -64,16 +64,16 @@ class RankTrainerMixin(_TrainerBase):
 
     @property
     def _links(self) -> Links:
-        """Connections to the other ranks; empty without offload."""
+        """Links to the other ranks. There are none without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
     def _on_all_ranks(self, what: str, answer: bool) -> bool:
-        """Return whether the answer to ``what`` is yes on all ranks, which call this together."""
+        """Return whether ``answer`` is True on all ranks. All ranks call this together. ``what`` names the question."""
         return all(map(int, self._links.all_gather(what, str(int(answer)).encode())))
 
     @contextlib.contextmanager
     def _ending_all_ranks_on_error(self) -> Iterator[None]:
-        """In this context, an error also ends the other ranks, because they would wait for this one."""
+        """In this context, an error also ends the other ranks, because they would wait for this rank."""
         try:
             try:
                 yield
@@ -87,16 +87,16 @@ class RankTrainerMixin(_TrainerBase):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Same as upstream, but ranks first wait for each other over our connections, because upstream's collectives do
-        not name a missing rank and may not notice it at once."""
+        """Same as upstream, but ranks first wait for each other over the links. Upstream's collectives do not name a
+        missing rank, and may not notice it immediately."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but wait for all ranks first, as in `_maybe_log_save_evaluate`. A rank that ends earlier
-        than the others is named at once."""
+        """Same as upstream, but wait for all ranks first, as in `_maybe_log_save_evaluate`. If a rank ends earlier than
+        the others, an error names it immediately."""
         self._links.barrier("the end of training")
         return super()._finalize_training(*args, **kwargs)
 
@@ -109,7 +109,7 @@ class RankTrainerMixin(_TrainerBase):
         return self._found.own_folders(self._links.ranks.rank, self._links.ranks.num_ranks)
 
     def _stores_here(self) -> RunStores:
-        """Return what this run finds on its ssd paths, or on those of the model if it was loaded to others."""
+        """Return the stores at this run's ssd paths, or at the model's paths if the model was loaded to other paths."""
         config, default = self._offload_config, Path(self.args.output_dir) / STORE_FOLDER
         assert config is not None
         if self.offload_engine is not None:
@@ -120,9 +120,9 @@ class RankTrainerMixin(_TrainerBase):
         return stores_here(config, default, self._links)
 
     def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
-        """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
-        failed one ended, if the script does not ask for something else. If the last step was committed by another
-        number of ranks, its stores are resharded first; if a part of them is gone, this returns a checkpoint."""
+        """Return the state to resume from, for ``asked``, the argument of `train`. By default a restarted attempt
+        continues where the failed attempt ended. If another number of ranks committed the last step, its stores are
+        resharded first. If a part of these stores is gone, return a checkpoint."""
         found = self._found = self._stores_here()
         output_dir, num_ranks = self.args.output_dir, self._links.ranks.num_ranks
         own = found.own_folders(self._links.ranks.rank, num_ranks)
@@ -160,7 +160,7 @@ class RankTrainerMixin(_TrainerBase):
         return asked or LAST_STEP if is_copy or found.state == "reshardable" else self._asked_after_restart(asked)
 
     def _reshard(self) -> None:
-        """Copy the found stores to those of these ranks."""
+        """Copy the found stores to new stores of these ranks."""
         found, num_ranks = times(self._found.num_ranks, "rank"), times(self._links.ranks.num_ranks, "rank")
         reshard = resharding_for(f"continuing a run of {found} with {num_ranks}").reshard_for_these_ranks
         engine, default = self.offload_engine, Path(self.args.output_dir) / STORE_FOLDER
@@ -170,13 +170,13 @@ class RankTrainerMixin(_TrainerBase):
             given = self._offload_config.ssd_paths(default)
             reshard(self._found, given, self._links, form_of_records, opened)
         except BaseException:
-            if engine is not None:  # its store may have weights of both models
+            if engine is not None:  # the engine's store may have weights of both models
                 engine.commits.leave_to_journal()
                 engine.close()
             raise
 
     def _checkpoint_after_loss(self, asked: str | bool | None) -> str | bool | None:
-        """Return the checkpoint to resume from, because a part of the stores is gone, and log what that costs."""
+        """Return the checkpoint to resume from if a part of the stores is gone, and log the number of lost steps."""
         output_dir, last, why_lost = self.args.output_dir, self._found.last, self._found.why_lost
         checkpoint = newest_checkpoint(last.last_checkpoint, last.run_id, output_dir)
         if asked or (checkpoint is not None and not os.path.isdir(checkpoint)):
@@ -192,12 +192,12 @@ class RankTrainerMixin(_TrainerBase):
                 )
             )
         if asked and checkpoint is None:
-            return asked  # upstream says that there is none
+            return asked  # upstream raises an error, because there is no checkpoint
         log_once(
             self._links,
             f"the last committed step, {last.step}, is lost, because {why_lost}. The run continues from "
-            f"{checkpoint or 'its beginning'}, which {cost}. What is left of the old stores stays where it is, and can "
-            "be used if the missing part comes back before this run commits a step",
+            f"{checkpoint or 'its beginning'}, which {cost}. The rest of the old stores stays, and can be used if the "
+            "missing part comes back before this run commits a step",
         )
         return checkpoint
 
@@ -205,14 +205,14 @@ class RankTrainerMixin(_TrainerBase):
         launch = launch_id()
         if asked or launch is None:
             return asked
-        # A machine that joined later has not counted the attempts before.
+        # A machine that joined later does not know the number of attempts.
         restarts = self._links.all_gather("the number of this attempt", str(num_restarts()).encode())
         if not any(map(int, restarts)):
             return asked
         point = point_of_attempt(launch, self._wait_for_store_paths(), self.args.output_dir, self._links)
         if self.args.should_log:
             found = (
-                "from its beginning, because this launch committed nothing that all ranks have"
+                "from its beginning, because this launch has no committed step that all ranks have"
                 if point is None
                 else f"from {point}"
             )
@@ -241,7 +241,7 @@ class RankTrainerMixin(_TrainerBase):
 
     @property
     def num_row_ranks(self) -> int:
-        """Ranks that share each row of a training batch."""
+        """Number of ranks that share each row of a training batch."""
         engine = self.offload_engine
         config = self._offload_config if engine is None else engine.config
         return 1 if config is None else config.ranks.per_row
@@ -259,15 +259,14 @@ class RankTrainerMixin(_TrainerBase):
         return int(super().get_total_train_batch_size(args)) // self.num_row_ranks
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but cut the batches for the ranks that share their rows, before their labels are
-        counted."""
+        """Same as upstream, but divide batches among the ranks that share their rows, before labels are counted."""
         engine = self.offload_engine
         if engine is not None and engine.tiers.row_memory is not None:
             epoch_iterator = own_parts(epoch_iterator, engine.tiers.row_memory.links)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but a batch that was cut has a part of the rows."""
+        """Same as upstream, but tell the model's forward if the batch has only a part of the rows."""
         rows = inputs.get(ROWS)
         if rows is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -291,7 +290,7 @@ class RankTrainerMixin(_TrainerBase):
         model, file = self.accelerator.unwrap_model(self.model), Path(folder) / f"{WEIGHTS_NAME}.safetensors"
         with saving_to(folder):
             if not saves_itself(model):
-                super()._save(output_dir, {})  # without weights, because upstream would save placeholders
+                super()._save(output_dir, {})  # no weights are passed, because upstream would save placeholders
                 save_state_dict(StoredModel.from_engine(engine), file, state_dict)
             elif self.args.should_save:
                 super()._save(output_dir, state_dict)
@@ -312,7 +311,7 @@ def _describe(point: ResumePoint) -> str:
 
 
 def _step_of(checkpoint: str | None) -> int:
-    """Return the step of a checkpoint, and 0 for None or a folder that does not say it."""
+    """Return the step of a checkpoint, or 0 for None or a folder without a step."""
     if checkpoint is None:
         return 0
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

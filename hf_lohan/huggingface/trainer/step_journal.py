@@ -1,4 +1,4 @@
-"""Commits each step with its journal, the small files that Trainer needs to resume."""
+"""Commits each step with its journal. A journal has the small files that Trainer needs to resume."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _END = b"end"
 
 class Termination:
     """A context in which the first SIGTERM ends the run after the step in progress, and a second SIGTERM ends the
-    process. An error after the first SIGTERM is logged and not raised, because a signal to the process group also ends
-    the data loader's workers, and the step in progress then fails. Does nothing if another handler is installed, or
-    outside the main thread, where Python cannot handle signals."""
+    process. An error after the first SIGTERM is logged and not raised: a signal to the process group also ends the data
+    loader's workers, so the step in progress may fail. Does nothing if another handler is installed, or outside the
+    main thread, because Python handles signals only there."""
 
     def __init__(self, links: Links | None = None) -> None:
         self.is_requested = False
@@ -64,7 +64,7 @@ class Termination:
             agreement.request_end()
 
     def ends_here(self) -> bool:
-        """Return whether the run ends after the last step, because a rank received SIGTERM."""
+        """Return whether the run ends after the step that just ended, because a rank received SIGTERM."""
         return self._agreement.ends_run
 
     def any_rank_requested(self) -> bool:
@@ -102,8 +102,8 @@ class Termination:
 
 class StepJournal(TrainerCallback):
     """Commits every step of one `train()` with its journal. The journal is captured after logging, evaluating and
-    saving (also after those at the end of an epoch), so a resumed run repeats and omits none of them. A run that
-    resumes from a checkpoint commits that step when training begins."""
+    saving, also at the end of an epoch. So a resumed run neither repeats nor omits these. A run that resumes from a
+    checkpoint commits the step of the checkpoint when training begins."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class StepJournal(TrainerCallback):
         termination.set_agreement(engine.agreement)
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
-        """Resume from `point`. `checkpoint` is the folder that upstream chose. Its step is committed in this run."""
+        """Resume from `point`. `checkpoint` is the folder that upstream chose. This run commits its step."""
         self._epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
@@ -148,7 +148,7 @@ class StepJournal(TrainerCallback):
             restore_log_sums(self._trainer, self._resumed)
             return
         self._warn_of_overwritten_step(state.global_step)
-        # Training overwrites an earlier run's steps.
+        # This commit replaces the steps of an earlier run, because training overwrites them.
         first = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
         self._engine.commits.request(first, even_in_place=True)
         self._loaded = None
@@ -172,7 +172,7 @@ class StepJournal(TrainerCallback):
         self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
-        """Write the random state at the begin of the epoch, and the facts of the run, to a checkpoint."""
+        """Write the facts of the run, and the random state from the beginning of the epoch, to a checkpoint."""
         self._epoch.write(os.path.join(folder, FOLDER_NAME))
         Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
             json.dumps(self._engine.commits.run_facts()), encoding="utf-8"
@@ -180,7 +180,7 @@ class StepJournal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
-        folder = self._trainer.last_whole_checkpoint  # None if a subclass overrides the saving
+        folder = self._trainer.last_whole_checkpoint  # None if a subclass overrides saving
         folder = folder or os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._last_checkpoint = os.path.abspath(folder)
 
@@ -202,12 +202,12 @@ class StepJournal(TrainerCallback):
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)
         if is_wanted or is_last or has_saved:
-            # With one version of each record, a commit is valid until the next update. Afterwards it names the
+            # With one version of each record, a commit is valid until the next update. Later it only names the
             # checkpoint to resume from.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.wait_for_updates()
-            # Wait, because torchrun ends all ranks when the first one has ended.
+            # Wait, because torchrun ends all ranks as soon as one rank has ended.
             self._engine.links.barrier("the last step to be committed")
             self._engine.close()
             self._termination.exit()
@@ -230,7 +230,7 @@ class StepJournal(TrainerCallback):
         return Journal(self._facts(resumable=True), files, lines.encode(), begins_log)
 
     def _facts(self, *, resumable: bool) -> dict[str, Any]:
-        """Return the facts of a commit. `resumable`: the commit has a journal."""
+        """Return the facts of a commit. `resumable`: whether the commit has a journal."""
         trainer = self._trainer
         journal_facts = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
         return {
@@ -243,8 +243,8 @@ class StepJournal(TrainerCallback):
         }
 
     def _without_history(self, state: Any) -> Any:
-        """Return the state to save, with the current states of callbacks and without the history, which goes to a log
-        file."""
+        """Return the state to save. It has the current states of callbacks, but not the history, because the history is
+        in a log file."""
         by_name: dict[str, Any] = {}
         for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(callback, ExportableState):
@@ -254,8 +254,8 @@ class StepJournal(TrainerCallback):
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
-    """Raise `StorageError` if a Trainer cannot resume from the journal of a commit in the folder ``store``. Checksums
-    find damage. This check finds a journal that another program wrote."""
+    """Raise `StorageError` if a Trainer cannot resume from the journal of a commit in the folder ``store``. Damage is
+    found by checksums. This check finds journals that another program wrote."""
     name = "its facts"
     try:
         _check_facts(commit.facts)
@@ -301,7 +301,7 @@ def _check_file(name: str, content: bytes, step: int) -> None:
             read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if name == OPTIMIZER_NAME:
             _ = read["state"], [group["lr"] for group in read["param_groups"]]
-        elif name == SCHEDULER_NAME and not isinstance(read, dict):  # the content depends on the scheduler's class
+        elif name == SCHEDULER_NAME and not isinstance(read, dict):  # its keys depend on the scheduler's class
             raise TypeError("it is not the state of a scheduler")
         elif "rng_state" in name:
             random.Random().setstate(read["python"])

@@ -87,12 +87,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ChunkedSmoother(LabelSmoother):
-    """Upstream's label smoother. For a forward that smoothed its labels chunk by chunk it returns the loss of that
+    """Upstream's label smoother. If the forward has already smoothed its labels in chunks, it returns the loss of the
     forward."""
 
     def __post_init__(self) -> None:
         self._of_thread = threading.local()
-        """Per thread, because micro-batches run in their own threads and share a Trainer."""
+        """The smoothing of each thread. Micro-batches run in their own threads and share a Trainer."""
 
     @contextlib.contextmanager
     def using(self, smoothing: Smoothing) -> Iterator[None]:
@@ -114,8 +114,9 @@ class ChunkedSmoother(LabelSmoother):
 
 
 class ChunkedSmoothingMixin(_TrainerBase):
-    """Mixed into a Trainer. Smooths labels chunk by chunk within the model's cross entropy. Upstream calls the model
-    without labels, and smooths over all logits. Both omit other terms of the model's loss, such as a router's loss."""
+    """Mixed into a Trainer. Smooths labels chunk by chunk in the model's cross entropy. Upstream calls the model
+    without labels instead, and smooths over all logits. Both omit other terms of the model's loss, such as a router
+    loss."""
 
     model: Any
     compute_loss_func: Any
@@ -139,13 +140,13 @@ class ChunkedSmoothingMixin(_TrainerBase):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _smoothing_head(self, inputs: dict[str, Any]) -> ChunkedHead | None:
-        """Return the head that smooths in chunks; None for small logits, evaluation, and a custom loss or smoother."""
+        """Return the head that smooths in chunks. None for small logits, evaluation, or a custom loss or smoother."""
         head = attached_to(self.model).chunked_head
         is_upstreams = type(self.label_smoother) is ChunkedSmoother and self.compute_loss_func is None
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
             return None
-        shifts = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as upstream
+        shifts = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # same as upstream
         return head if shifts and head.applies_to(ids.numel()) else None
 
 
@@ -195,13 +196,13 @@ def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
 
 
 def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of the Trainer below ``mixin`` by name, because their order depends on the trainer. Raises
-    TypeError as a call does."""
+    """Return all arguments of the class after ``mixin`` by name, because their order depends on the trainer. Raises
+    TypeError for arguments that a call would refuse."""
     return by_name(trainer_class.__name__, upstream_names(trainer_class, mixin), given, named)
 
 
 def upstream_names(trainer_class: type, mixin: type) -> list[str]:
-    """Return the names of the arguments that the Trainer below ``mixin`` takes by position."""
+    """Return the names of the arguments that the class after ``mixin`` takes by position."""
     for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
         if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
             return own
@@ -209,7 +210,7 @@ def upstream_names(trainer_class: type, mixin: type) -> list[str]:
 
 
 _LOADING_ARGUMENTS = ("peft_config", "quantization_config")
-"""Arguments of `from_pretrained` that a Trainer takes, unless it is TRL's and takes them itself."""
+"""Arguments of `from_pretrained` that `OffloadTrainerMixin` takes, unless the trainer itself has them (as in TRL)."""
 
 
 class OffloadTrainerMixin(
@@ -218,14 +219,14 @@ class OffloadTrainerMixin(
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
-        offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
-            `OffloadConfig`. "auto" is the stock Trainer for a run that fits the device, and "lohan" for any other. The
+        offload: None (the stock Trainer, unchanged), "lohan" (everything automatic), a YAML path, a dict, or an
+            `OffloadConfig`. "auto" is the stock Trainer for a run that fits the device, and "lohan" for other runs. The
             default is `args.offload` of `LohanArguments`, or LOHAN_OFFLOAD in the environment, or None.
         model_init_kwargs: keyword arguments of `hf_lohan.from_pretrained`, such as `revision`, `trust_remote_code` and
-            `model_class`. Trainers of TRL have them in their arguments.
+            `model_class`. Trainers of TRL have this argument in their training arguments.
 
-    With offload, `model` may be the path of a checkpoint, or the name of a model in the Hub. It is streamed to the
-    store, and `peft_config` and `quantization_config` mean the same as for `hf_lohan.from_pretrained`. Raises
+    With offload, `model` may be the path of a checkpoint, or the name of a model in the Hub. Its weights are streamed
+    to the store. `peft_config` and `quantization_config` are the same as in `hf_lohan.from_pretrained`. Raises
     ValueError for arguments that offloading does not support exactly.
     """
 
@@ -257,8 +258,8 @@ class OffloadTrainerMixin(
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
     def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
-        """Initialize our attributes before upstream's. ``given``, ``named``: the constructor's arguments. Returns
-        whether the trainer offloads."""
+        """Initialize the attributes of the mixins before those of upstream. ``given`` and ``named``: the constructor's
+        arguments. Returns whether the trainer offloads."""
         self._is_initialized = True
         model = given[0] if given and given[0] is not None else named.get("model")
         offload = choose_offload(offload, (*given, *named.values()), self.default_offload)
@@ -267,7 +268,7 @@ class OffloadTrainerMixin(
         if offload == FITS_OR_NOT:
             if self._loading:
                 logger.warning(
-                    "offload='auto' offloads this run, because %s is for a path that streams", min(self._loading)
+                    "offload='auto' offloads this run, because %s is for a model that is streamed", min(self._loading)
                 )
             offload = ALL_AUTO if has_engine or self._loading else self._choose_place(given, named)
         self._offload_config: OffloadConfig | None = None
@@ -282,8 +283,8 @@ class OffloadTrainerMixin(
         )
         if self._loading and not (offload is not None and isinstance(model, str | Path)):
             raise ValueError(
-                f"{next(iter(self._loading))} is for the path of a checkpoint that offload streams; pass such a path "
-                "and offload, or a model that has its adapters"
+                f"{next(iter(self._loading))} is for a checkpoint that offload streams; pass offload and the path of a "
+                "checkpoint, or a model that already has its adapters"
             )
         if offload is not None or has_engine:
             keep_from_others()
@@ -291,7 +292,7 @@ class OffloadTrainerMixin(
         return self._offload_config is not None
 
     def _choose_place(self, given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-        """Return `offload` for `offload="auto"`, and say why."""
+        """Return the value of `offload` that `offload="auto"` means here, and log the reason."""
         settings = named_arguments(type(self), OffloadTrainerMixin, given, named) if given else named
         choice = choose_place(type(self), settings, self._model_init_kwargs, makes_models=self._makes_models)
         args = settings.get("args")
@@ -319,7 +320,7 @@ class OffloadTrainerMixin(
         if optimizers[0] is None and self.optimizer_cls_and_kwargs is None:
             self._offload_config = config_named_by_optim(args, self._offload_config)
         if isinstance(model, nn.Module) and (engine := engine_of(model)) is not None:
-            # TRL's arguments have bf16=True by default, so nobody may have asked for it.
+            # In TRL's arguments bf16=True is the default, so the user may not have set it.
             is_asked = is_launched_in_bf16 or (args.bf16 and not self._makes_models)
             check_streamed(engine, bf16=is_asked, moment_dtype=self._offload_config.moment_dtype)
         use_one_gpu(args)
@@ -348,7 +349,7 @@ class OffloadTrainerMixin(
                 **kwargs,
             )
 
-    # The engine is attached late, after all code that patches or wraps the model.
+    # The engine is attached late, after all code that patches or wraps the model has run.
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
@@ -361,7 +362,7 @@ class OffloadTrainerMixin(
         args, model, engine = self.args, self.model, self.offload_engine
         if engine is None:
             check_model(model)
-            if self._record is not None:  # `model_init` made a new model, and the old model's engine holds the store
+            if self._record is not None:  # `model_init` made a new model, but the old model's engine holds the store
                 self._record.engine.close()
             micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
             engine = offload_model(
@@ -399,8 +400,8 @@ class OffloadTrainerMixin(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but `resume_from_checkpoint="last_step"` resumes from the last committed step of the store,
-        and `True` from the newer of that step and the last checkpoint. An attempt that torchrun restarted resumes by
-        itself. After SIGTERM the run ends when its step is committed.
+        and `True` from this step or the last checkpoint, whichever is newer. An attempt that torchrun restarted resumes
+        automatically. After SIGTERM the run ends when its step is committed.
 
         Raises ValueError if no step or checkpoint exists to resume from.
         """
@@ -416,7 +417,7 @@ class OffloadTrainerMixin(
                 remove_unfinished(self.args.output_dir)
             self._links.barrier("the removal of a killed save's files")
             check_equal_arguments(self.args, self._links)
-            self._resume_point = ResumePoint()  # if `choose` raises, an earlier call's point must not remain
+            self._resume_point = ResumePoint()  # the point of an earlier call must not remain if `choose` raises
             self._resume_point = ResumePoint.choose(
                 self._asked_of_ranks(resume_from_checkpoint),
                 self._wait_for_store_paths,
@@ -443,7 +444,7 @@ class OffloadTrainerMixin(
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
-        self._waiting_micro_batches, self._runs_together = (), None  # a failed run may have left some
+        self._waiting_micro_batches, self._runs_together = (), None  # a failed run may have left micro-batches
         if self._offload_config is not None:
             recompute_without_reentry(self.model)
         engine = self._ensure_engine()
@@ -452,7 +453,7 @@ class OffloadTrainerMixin(
             self._start_journal(engine, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
         if engine is not None:
-            check_optimizer(self.optimizer)  # a subclass may have made the optimizer
+            check_optimizer(self.optimizer)  # a subclass may have created the optimizer
         return prepared
 
     def _start_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
@@ -475,7 +476,7 @@ class OffloadTrainerMixin(
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         if self._offload_config is not None and self.state.global_step >= self.state.max_steps:
-            # The resumed run had already taken all its steps, and upstream would take one more.
+            # The resumed run has already taken all its steps, but upstream would take one more.
             self.control.should_training_stop = True
             return None
         if self._journal is not None:
@@ -501,9 +502,9 @@ class OffloadTrainerMixin(
             return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but micro-batches that run together wait for the last one of the step. The other calls
-        return zero, and the last adds their losses to the sum for the log, one after the other as upstream does. Each
-        micro-batch runs upstream's `training_step` with a deferred backward."""
+        """Same as upstream, but micro-batches that run together wait for the last micro-batch of the step. The other
+        calls return zero. The last call adds all losses to the sum for the log in upstream's order. Each micro-batch
+        runs upstream's `training_step` with a deferred backward."""
         record = self._record
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -528,7 +529,7 @@ class OffloadTrainerMixin(
         return loss
 
     def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
-        """Return whether micro-batches of a step run together. ``inputs``: the inputs of the first micro-batch."""
+        """Return whether the micro-batches of a step run together. ``inputs``: inputs of the first micro-batch."""
         micro_batches = MicroBatches.of_run(engine.config, self.args.gradient_accumulation_steps)
         if micro_batches.run_together is not None:
             if micro_batches.run_together:
@@ -567,7 +568,7 @@ class OffloadTrainerMixin(
 
     def _go_back_to_commit(self, engine: OffloadEngine, journal_folder: str | None) -> None:
         commit = self._resume_point.commit
-        assert commit is not None and journal_folder is not None, "the journal of the step is in that folder"
+        assert commit is not None and journal_folder is not None, "the folder has the journal of the step"
         restored = engine.go_back_to_commit()
         if restored.number != commit.number:
             raise RuntimeError(
@@ -578,8 +579,8 @@ class OffloadTrainerMixin(
         self._read_step_facts(journal_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing under offload. Weights are loaded together with the optimizer's states when training begins, and
-        again for each batch size that is tried."""
+        """Do nothing under offload. Weights and optimizer states are loaded together when training begins, and again
+        for each batch size that is tried."""
         if self._ensure_engine() is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -592,7 +593,7 @@ class OffloadTrainerMixin(
                     "another rank has no best model in %s, so all ranks keep the weights of the last step", best
                 )
             else:
-                super()._load_best_model()  # warns that it is gone
+                super()._load_best_model()  # logs a warning that the checkpoint is gone
             return
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         reload_weights(engine, self.model, best)

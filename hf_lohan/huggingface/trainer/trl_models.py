@@ -1,4 +1,4 @@
-"""Makes the models of TRL's trainers. The policy (the trained model) is streamed to its store, and a frozen reference
+"""Creates the models of TRL's trainers. The policy (the trained model) is streamed to its store, and a frozen reference
 model to a second store. Both share the budgets."""
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ else:
 logger = logging.getLogger(__name__)
 
 REFERENCE_FOLDER = "ref"
-"""Name of the reference's store in each folder of the policy's store."""
+"""Name of the folder for the reference's store, in each folder of the policy's store."""
 _GPU_SHARE, _CPU_SHARE = 2, 4
 """The reference may use 1/2 of `gpu_memory` and 1/4 of `cpu_memory`. The policy gets the rest."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PROCESSOR_PACKAGES = {"pillow": "pil", "torchvision": "torchvision"}
-"""Packages of image processors, with what transformers calls them in its errors."""
+"""Maps packages of image processors to their names in the errors of transformers."""
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
@@ -74,8 +74,8 @@ class TrlModelsMixin(_TrainerBase):
 
     @contextlib.contextmanager
     def _replacing_models(self, settings: dict[str, Any]) -> Iterator[None]:
-        """In this context, the constructor of a trainer gets its models from us. ``settings``: its arguments by
-        name."""
+        """In this context, the constructor of a TRL trainer gets its models from this class. ``settings``: its
+        arguments by name."""
         if not self._makes_models:
             yield
             return
@@ -116,8 +116,8 @@ class TrlModelsMixin(_TrainerBase):
     def _stream_model_with_adapters(
         self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
     ) -> Any:
-        """Stream a model with adapters. The adapters must exist before the engine, so they are added to the skeleton,
-        whose configs TRL may have changed."""
+        """Stream a model with adapters. The adapters must exist before the engine, so they are added to the skeleton.
+        TRL may have changed the configs of the skeleton."""
         model = self._stream_model(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
         if hasattr(skeleton, "generation_config"):
             model.get_base_model().generation_config = skeleton.generation_config
@@ -139,7 +139,7 @@ class TrlModelsMixin(_TrainerBase):
         return self._reference
 
     def _add_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
-        """Make the reference with ``make`` and a part of the budgets, and subtract from the budgets what it uses."""
+        """Create the reference with ``make`` and a part of the budgets. Subtract its memory from the budgets."""
         assert self._offload_config is not None
         folder = Path(args.output_dir) / STORE_FOLDER
         whole = resolved_here(self._offload_config, device_for(args.device), folder, links_to_other_ranks())
@@ -151,7 +151,7 @@ class TrlModelsMixin(_TrainerBase):
         except BudgetError as error:
             raise BudgetError(
                 f"the reference model, which may use 1/{_GPU_SHARE} of gpu_memory and 1/{_CPU_SHARE} of cpu_memory, "
-                f"does not fit: {error} (for the reference alone); or train adapters, which need no reference model"
+                f"does not fit: {error} (for the reference alone), or train adapters, which need no reference model"
             ) from error
         engine = engine_of(self._reference)
         assert engine is not None
@@ -182,8 +182,8 @@ class TrlModelsMixin(_TrainerBase):
 
 
 def initialize_before(trainer_class: type[Any]) -> None:
-    """Initialize offloading before the constructor of a TRL class that derives from an offloading Trainer, as in `lohan
-    launch`. ``default_offload`` is the default of `offload=`."""
+    """Let a TRL class initialize offloading before its own constructor. Under `lohan launch` it derives from an
+    offloading Trainer. ``default_offload`` is the default of `offload=`."""
     stock_init = vars(trainer_class).get("__init__")
     names = names_of(stock_init) if stock_init is not None else None
     if stock_init is not None and names is not None:
@@ -209,7 +209,7 @@ def initialize_before(trainer_class: type[Any]) -> None:
 
 
 def names_of(init: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments that ``init`` takes by position; None if ``init`` accepts any number."""
+    """Return the names of the arguments that ``init`` takes by position, or None if it takes any number of them."""
     parameters = inspect.signature(init).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
@@ -217,7 +217,7 @@ def names_of(init: Callable[..., Any]) -> list[str] | None:
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. Raises TypeError as a call of ``what`` does."""
+    """Return all arguments by name. Raises TypeError for arguments that a call of ``what`` would refuse."""
     if len(given) > len(names):
         raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
     by_position = dict(zip(names, given, strict=False))
@@ -227,8 +227,7 @@ def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mappin
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
-    """Return whether a trainer of TRL will make a reference model. A trainer with adapters switches them off
-    instead."""
+    """Return whether a trainer of TRL will create a reference model. With adapters it disables the adapters instead."""
     args = settings["args"]
     if settings.get("ref_model") is not None or _has_adapters(settings):
         return False
@@ -254,8 +253,8 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _check_processor(path: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if the processor of a model that reads images lacks packages. TRL loads it after the model,
-    which may stream for hours."""
+    """Raise ValueError if packages for the image processor of a model are missing. TRL loads the processor only after
+    the model, which may be streamed for hours."""
     checkpoint = Checkpoint.open(path, arguments)
     if not any((Path(checkpoint.folder) / name).exists() for name in _PROCESSOR_FILES):
         return
@@ -289,7 +288,7 @@ def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) ->
 
 
 def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
-    """Return the configuration of a reference. A reference has no backward, and one version of each record."""
+    """Return the configuration of a reference. It has no backward, and its store has one version of each record."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     return replace(
         whole,
@@ -310,7 +309,7 @@ def _folder_of_reference(ssd: SsdPath) -> str:
 
 
 def _subtract_reference(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
-    """Return the policy's configuration, with the budgets and capacities that the reference leaves."""
+    """Return the configuration of the policy, with the budgets and capacities that the reference does not use."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     store = reference.tiers.store
     taken_bytes = {path.path: taken for path, taken in zip(store.paths, store.layout.file_bytes, strict=True)}

@@ -1,4 +1,4 @@
-"""Writes Trainer's checkpoints, which appear only when they are complete, and the model card."""
+"""Writes Trainer's checkpoints and model card. A checkpoint appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CARD_HEADING = "### Offloading"
 
 class CompleteCheckpointsMixin(_TrainerBase):
     """Mixed into a Trainer. A checkpoint appears when it is complete, and only then old checkpoints are removed.
-    Upstream's `_save_checkpoint` writes to another folder, which is then renamed. The best checkpoint's path, a push to
-    the Hub and the removal of old checkpoints need the final name, so they are repeated or run after the renaming."""
+    Upstream's `_save_checkpoint` writes to another folder, which is then renamed. The path of the best checkpoint, a
+    push to the Hub and the removal of old checkpoints need the final name, so they are repeated or delayed."""
 
     _offload_config: OffloadConfig | None
-    """With None everything works as in upstream."""
+    """The settings of the run. With None, everything works as in upstream."""
     _unfinished_run_dir: str | None = None
     _push_is_due = False
     last_whole_checkpoint: str | None = None
-    """The last checkpoint that was written."""
+    """Path of the last checkpoint that was written."""
 
     if TYPE_CHECKING:
 
@@ -50,8 +50,8 @@ class CompleteCheckpointsMixin(_TrainerBase):
         def _record(self) -> RunRecord | None: ...
 
     def _replace_jit_checkpoints(self) -> None:
-        """Remove upstream's callback for `enable_jit_checkpoint`. At SIGTERM it would save even within a step, with
-        only a part of the step's updates. `_maybe_log_save_evaluate` saves after the step instead."""
+        """Remove upstream's callback for `enable_jit_checkpoint`. At SIGTERM it could save in the middle of a step,
+        with only a part of the updates. `_maybe_log_save_evaluate` saves after the step instead."""
         callback = self.pop_callback(JITCheckpointCallback)
         if callback is not None:
             callback.on_train_end(self.args, self.state, self.control)  # restores the handler of SIGTERM
@@ -119,18 +119,18 @@ class CompleteCheckpointsMixin(_TrainerBase):
             with self._uploads_as_upstream():
                 super()._push_from_checkpoint(checkpoint_folder)
         else:
-            self._push_is_due = True  # an upload runs in the background, and this folder is renamed soon
+            self._push_is_due = True  # push later, because this folder is renamed while an upload would run
 
     def _uploads_as_upstream(self) -> contextlib.AbstractContextManager[None]:
         if self._offload_config is None:
             return contextlib.nullcontext()
         ssd = self._offload_config.ssd
-        # Uploads always leave out the "auto" store, by its name.
+        # Uploads leave out the "auto" store in any case, because of its name.
         stores = [] if ssd == "auto" else [path.path for path in ssd]
         return uploads_without([FOLDER, *stores], self.args.output_dir)
 
     def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
-        """Set the final path of the best checkpoint. Upstream sets its path in the unfinished folder."""
+        """Set the final path of the best checkpoint. Upstream sets the path in the unfinished folder."""
         state, before = self.state, self.state.best_model_checkpoint
         if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
             best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"

@@ -1,5 +1,5 @@
-"""Traces a layer that runs in chunks. Some of its chunks stand for all, so that long rows take no longer than short
-ones."""
+"""Traces a layer that runs in chunks. Only some of its chunks are traced, so that long rows take no longer than short
+rows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class LayersOnPaper:
     reasons: list[str] = field(default_factory=list)
     """Why layers were traced whole; each completes "because each ..."."""
     keys: list[tuple[int, int]] = field(default_factory=list)
-    """Elements of a token's keys and values in traced layers, and the bytes of an element."""
+    """Number of elements of a token's keys and values in traced layers, and the bytes of an element."""
 
     def tokens_of_norms(self) -> int | None:
-        """Return the tokens of a chunk of norms behind the layers, or None if the layers run whole."""
+        """Return the number of tokens in a chunk of norms behind the layers, or None if the layers run whole."""
         return self.chunk_tokens if self.layers.has_cut else None
 
     def cut(
@@ -134,14 +134,14 @@ def _sample(num_chunks: int, *, has_costs: bool) -> list[int]:
 
 
 def _around_last_growth(group: Sequence[TokenRange], most_earlier: int) -> list[int]:
-    """Return the last chunk that sees all earlier tokens, and the next one, if a window shows a chunk at most
-    ``most_earlier`` of them. Costs are linear before and behind them."""
+    """Return the indices of the last chunk that sees all earlier tokens and of the next one, if a chunk sees at most
+    ``most_earlier`` tokens in a window. Costs are linear before and behind these chunks."""
     num_growing = sum(tokens.start <= most_earlier for tokens in group)
     return [num_growing - 1, num_growing] if num_growing < len(group) else []
 
 
 def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: int, times: int) -> None:
-    """Add the operations of all chunks, from those of some."""
+    """Add the operations of all chunks, interpolated from the ``samples``."""
     at, every = sorted(samples), np.arange(num_chunks)
 
     def total(of_sample: Callable[[BlockTrace], float]) -> float:
@@ -169,6 +169,6 @@ def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: i
 
 
 def _of(sample: BlockTrace, name: str) -> OperationProfile:
-    """Return an operation of a chunk. The first chunk of a row may have fewer than the others."""
+    """Return an operation of a chunk. The first chunk of a row may have fewer operations than the others."""
     nothing = OperationProfile(name=name, flops=0.0, output_bytes=0)
     return next((operation for operation in sample.operations if operation.name == name), nothing)

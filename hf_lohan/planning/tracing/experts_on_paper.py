@@ -17,7 +17,7 @@ from hf_lohan.model.experts import FusedExperts
 NAME = "lohan.experts"
 """The `anchor_name` of the operation."""
 _MOST_ROWS = 2
-"""The busiest expert is assumed to get this number of times the average rows."""
+"""The busiest expert is assumed to get this multiple of the average number of rows."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ExpertsTrace:
 
 
 Computes: TypeAlias = Callable[[int, Sequence[Tensor]], None]
-"""Is called with FLOPs of all experts, and with the tensors that exist meanwhile."""
+"""Called with the FLOPs of all experts, and with the tensors that exist during the computation."""
 
 
 def forward_on_paper(

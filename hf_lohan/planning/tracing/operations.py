@@ -98,7 +98,7 @@ def _share_of_pairs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     num_queries: int
     num_keys: int
     num_queries, num_keys = named["query"].shape[-2], named["key"].shape[-2]
-    # With more keys than queries, the CPU's kernel has the first query see one key. Others have the last see all.
+    # With more keys than queries, the first query sees one key in the CPU's kernel. In others the last query sees all.
     seen_by_first = 1 if "for_cpu" in operation_name(func) else max(1, num_keys - num_queries + 1)
     num_growing = min(num_queries, num_keys - seen_by_first + 1)
     num_pairs = num_growing * (2 * seen_by_first + num_growing - 1) // 2 + (num_queries - num_growing) * num_keys
@@ -130,27 +130,27 @@ def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(eq=False)
 class _Kernel:
-    """Operations that run as one."""
+    """Operations that run as one kernel."""
 
     kind: Hashable
     read: dict[int, dict[Hashable, int]] = field(default_factory=dict)
-    """By storage, the bytes of each view that it reads."""
+    """The bytes of each view that the kernel reads, by storage."""
     has_run: bool = False
-    """Whether others have used what it makes, so that it can have no more operations."""
+    """Whether other kernels have read its outputs, so that no operation can be added to it."""
 
 
 class FusedBytes:
-    """Counts the bytes that operations read and write if an operation runs in the kernel of those whose outputs it
-    uses. A kernel reads each tensor once, and writes only what others read."""
+    """Counts the bytes that operations read and write if an operation runs in one kernel with the operations whose
+    outputs it uses. A kernel reads each tensor once, and writes only tensors that other kernels read."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._maker: dict[int, _Kernel] = {}
-        """By storage that is not written to memory, the kernel that makes it."""
+        """For each storage that is not written to memory, the kernel that makes it."""
 
     def add(self, kind: Hashable, args: Any, output: Any, *, is_in_place: bool = False, times: int = 1) -> None:
-        """Count ``times`` equal calls. Operations of one kind may share a kernel. None is a kernel of its own, whose
-        bytes do not count."""
+        """Count ``times`` equal calls. Operations of one kind may share a kernel. An operation of kind None has its own
+        kernel, whose bytes do not count."""
         used = list(tensors_in(args))
         inputs = {storage_id(tensor) for tensor in used}
         kernel = _Kernel(kind)
@@ -173,14 +173,14 @@ class FusedBytes:
                 self.num_bytes += times * views[view]
         for key in {storage_id(tensor) for tensor in tensors_in(output)}:
             if key not in inputs or is_in_place:
-                for other in {kernel, *self._maker.values()}:  # a tensor that was freed had the same number
+                for other in {kernel, *self._maker.values()}:  # a tensor that was freed may have had the same id
                     other.read.pop(key, None)
                 self._maker.pop(key, None)
                 if kind is not None:
                     self._maker[key] = kernel
 
     def end(self, outputs: Any) -> None:
-        """Count what the block returns."""
+        """Count the tensors that the block returns."""
         self.add(None, outputs, ())
 
 
@@ -205,7 +205,7 @@ class BlockTrace:
     repeated_flops: int = 0
     repeated_bytes: int = 0
     times: int = 1
-    """How many equal calls the next call stands for."""
+    """Number of equal calls for which the next call counts."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
@@ -228,7 +228,7 @@ class BlockTrace:
         kind = anchor_name(func)
         moved_bytes = moved_bytes_of(func, args, kwargs, output) if kind is None else 0
         if kind is not None or moved_bytes:
-            # torch.compile fuses what it can, and the kernels of Liger are those of a module.
+            # torch.compile fuses all operations that it can. A kernel of Liger has the operations of one module.
             kinds: dict[Fusion, Hashable] = {"compile": "", "liger": module}
             for how, of in kinds.items():
                 of = of if kind is None else None
@@ -365,7 +365,7 @@ class OperationTrace(FakeOperations):
             self.target.add(func, args, kwargs, output, module=self.module)
 
     def repeat(self, times: int) -> None:
-        """Count the next operations that many times."""
+        """Count each of the next operations ``times`` times."""
         self.target.times = times
 
     def add_experts(self, experts: ExpertsTrace) -> None:
@@ -418,7 +418,7 @@ class AttentionWithoutDropout(TorchFunctionMode):
 
     @contextlib.contextmanager
     def with_dropout(self) -> Iterator[None]:
-        """Leave attention as it is within this context."""
+        """Leave the dropout of attention unchanged within this context."""
         self._has_dropout = True
         try:
             yield

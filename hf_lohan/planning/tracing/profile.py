@@ -36,8 +36,8 @@ class TracedModel:
     whole_because: str | None = None
     """Why a layer that may run in chunks was traced whole; completes "because each ..."."""
     keys: tuple[int, int] = (0, 0)
-    """The most elements of a token in the keys and values of a layer, and the bytes of an element. Known only of layers
-    that were traced in chunks of a row."""
+    """Largest number of a token's elements in the keys and values of a layer, and the bytes of an element. Known only
+    of layers that were traced in chunks of a row."""
 
 
 def trace_model(
@@ -149,8 +149,8 @@ def _largest_attention(trace: ModelTrace) -> AttentionShape | None:
 
 @contextlib.contextmanager
 def on_fake_tensors(model: nn.Module, device: torch.device) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
-    """Yield a fake mode, and fake parameters and buffers by name, for `functional_call`. What the model's forwards
-    change is put back at the end."""
+    """Yield a fake mode, and fake parameters and buffers by name, for `functional_call`. State that the model's
+    forwards change is restored at the end."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
         tensors = _fake_tensors(model, device)

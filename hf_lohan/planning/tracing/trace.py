@@ -94,7 +94,7 @@ class ModelTrace:
             yield
 
     def repeat(self, times: int) -> None:
-        """Count the next operations that many times."""
+        """Count each of the next operations ``times`` times."""
         self._operations.repeat(times)
 
     def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:
@@ -228,7 +228,7 @@ class ModelTrace:
 
 
 def _is_function(tensor: Tensor) -> bool:
-    """Return whether a tensor is a subclass with methods of its own, whose values are computed when they are needed."""
+    """Return whether a tensor is of a subclass of Tensor, whose values are computed when they are needed."""
     return not isinstance(tensor, FakeTensor | nn.Parameter) and type(tensor) is not Tensor
 
 

@@ -94,7 +94,7 @@ def run_trace(
     device: torch.device | str,
     so: str = "its steps cannot be planned",
 ) -> _Trace:
-    """Run a trace of a model. Raises ValueError if the forward fails or needs values. ``so``: what follows from it."""
+    """Run a trace of a model. Raises ValueError if the forward fails or needs values. ``so``: what the error means."""
     # Fake tensors and modes are Python code that torch also calls in places where an exception ends the process.
     try:
         return uninterrupted(trace, ThreadSettings(torch.device(device).type))

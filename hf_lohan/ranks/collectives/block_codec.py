@@ -57,8 +57,8 @@ class BlockCodec:
         return num_blocks_of(numel, self.block_numel) * self.scale_dtype.itemsize
 
     def decoded_tiles(self, message: Tensor, numel: int, tile_numel: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, float32 values) of the parts of a payload, of ``tile_numel`` elements in whole blocks.
-        All parts use the same memory."""
+        """Decode a payload in parts of ``tile_numel`` elements, which are whole blocks. Yields (first element, float32
+        values) of each part. All parts use the same memory."""
         codes, scales = self._parts(message, numel)
         bits, block = self.num_bits, self.block_numel
         scratch = torch.empty(min(tile_numel, numel), dtype=torch.float32, device=codes.device)

@@ -13,7 +13,7 @@ from hf_lohan.ranks.collectives.block_codec import BlockCodec
 from hf_lohan.ranks.collectives.rank_order_sum import CodedValues
 
 _MEASURED_TILE_NUMEL = 256 * 1024
-"""Elements that are decoded together to be measured, so that a device needs little memory for it."""
+"""Number of elements that are decoded at once to measure errors, so that a device needs little memory."""
 Hop: TypeAlias = Literal["between", "within"]
 
 
@@ -61,7 +61,7 @@ class MeasuredCodec(CodedTraffic):
     def __init__(
         self, name: str, codec: BlockCodec, hop: Hop = "between", *, same_as: MeasuredCodec | None = None
     ) -> None:
-        """``same_as``: measures the same values, because they are coded once for both links."""
+        """``same_as``: a codec that measures the same values, because they are coded once for both links."""
         super().__init__(name, hop)
         self.codec = codec
         self._same_as = same_as
@@ -82,8 +82,8 @@ class MeasuredCodec(CodedTraffic):
         self.encode(values, message)
 
     def encode_sum(self, parts: Sequence[CodedValues], num_ranks: int, out: Tensor) -> Tensor | None:
-        """As `encode` of the sum of coded parts, in one operation. Returns None if there is none for the two codecs, or
-        if the sum is to be measured."""
+        """Do as `encode` with the sum of coded parts, in one operation. Returns None if no operation exists for the two
+        codecs, or if errors are measured."""
         ours, theirs, numel = self.codec, parts[0].codec, parts[0].num_values
         blocks = theirs.block_numel, ours.block_numel
         if self._is_measuring or ours.num_bits != theirs.num_bits or blocks[1] not in (blocks[0], 2 * blocks[0]):

@@ -4,14 +4,14 @@ A rank publishes a chunk's gradient as soon as it is complete, in any order. In 
 they have published since the last one, so all find the same chunks complete, in the same order. On each node, the rank
 with the owner's local rank is the chunk's *collector*. It adds the gradients of its node, which are in shared memory or
 on devices, in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
-read all gradients of the last one, so their buffers are free when that round has ended.
+read all gradients of the last one, so their buffers are free when the next round has ended.
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
 in the last one, or when its computation waits for other ranks in a step of which it has told something. *No wait is
-circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk lacks only
-ranks that still compute, and these tell of it when they have its gradient, or at the end of their backward. All others
-enter the round, because they have news or wait. Other threads of a rank do what others wait for, such as sending
-weights, while its computation waits.
+circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk waits only
+for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their backward. All
+other ranks enter the round, because they have news or wait. While the computation of a rank waits, other threads of
+the rank serve other ranks, for example by sending weights.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""A published gradient has one of `_DTYPES`, or is coded by one of these. News have the index in both lists joined."""
+"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both lists
+joined."""
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
-"""Seconds after rounds without news in which a rank without news enters no other one."""
+"""Seconds that a rank without news pauses after a round without news."""
 _CLOSES_WITHIN_S = 2.0
 _ChunkName = tuple[int, int]
 """(step, key) of a chunk."""
 _News = list[Any]
-"""A step, what happened, and its details: a gradient (see `_ToldPart`), keys without one, the end of the backward, or
-its being abandoned."""
+"""A step, an event, and the event's details. Events are a gradient (see `_ToldPart`), keys without a gradient, and the
+end or the abandonment of the backward."""
 
 
 class _ToldPart(NamedTuple):
-    """What one rank has told of its gradient of a chunk."""
+    """One rank's message about its gradient of a chunk."""
 
     place: int | None
     """Offset of the gradient in shared memory, -1 if it is in memory of the rank's device; None without a gradient."""
@@ -87,7 +88,7 @@ class _ToldPart(NamedTuple):
 _ON_DEVICE, _OF_COLLECTOR = -1, -2
 _WITHOUT = _ToldPart(None)
 _Told = dict[int, _ToldPart]
-"""By rank."""
+"""The messages of ranks about one chunk, by rank."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class CompleteGradient:
     step: int
     key: int
     numel: int
-    """Elements of the gradient; 0 if no rank has one."""
+    """Number of elements of the gradient; 0 if no rank has one."""
     slice_bits: int
     """Bit mask of the parameters that have a gradient on any rank."""
 
@@ -112,10 +113,10 @@ class _Published:
 
 @dataclass(eq=False)
 class _Step:
-    """What all ranks have told of a step. It is equal on all ranks after the same round."""
+    """The messages of all ranks about a step. They are equal on all ranks after the same round."""
 
     chunks: dict[int, _Told] = field(default_factory=lambda: defaultdict(dict))
-    """By key, the incomplete chunks of which a rank has told something."""
+    """The messages about incomplete chunks, by key."""
     complete: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Ranks that publish nothing more."""
@@ -123,8 +124,8 @@ class _Step:
 
 
 class GradientExchange:
-    """One rank's side of the exchange. One thread calls `publish` and `exclude`, and one `end_backward`, `abandon` and
-    `wait_until_complete`."""
+    """One rank's side of the exchange. One thread calls `publish` and `exclude`. Another thread calls `end_backward`,
+    `abandon` and `wait_until_complete`."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class GradientExchange:
         # Enter the lock itself and not the condition, which an interrupt may stop halfway.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Guards what follows."""
+        """Guards the attributes below."""
         self._step = 0
         self._told: set[int] = set()
         """Keys that were published or excluded in this step."""
@@ -172,17 +173,17 @@ class GradientExchange:
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
         self._num_complete: dict[int, int] = defaultdict(int)
-        """By step, the number of this rank's complete chunks."""
+        """Number of this rank's complete chunks, by step."""
         self._open_steps: set[int] = set()
-        """Steps of which this rank has told something, and that have not ended on all ranks."""
+        """Steps of which this rank has published news, and that have not ended on all ranks."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """Ranks that have not told of a chunk of which this rank has."""
+        """Ranks that have no news of a chunk of which this rank has news."""
         # The thread alone uses these.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
-        """Chunks that were complete in the last round. All ranks have read them when the next one has ended."""
+        """Chunks that were complete in the last round. All ranks have read them when the next round has ended."""
         links.watch.on_waiting(self._wake)
         self._thread = start_thread(self._run, "lohan-gradient-rounds", beside_kernels=False)
 
@@ -192,7 +193,7 @@ class GradientExchange:
         return self._step
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context in which the computing thread waits for buffers."""
+        """Return a context in which the computing thread waits for buffers."""
         return self._links.watch.waiting(self._lane.name, needs=lambda: self._awaited)
 
     def publish(
@@ -208,7 +209,7 @@ class GradientExchange:
         """Give a chunk's complete gradient to its collector. The gradient is contiguous, on the host, and zero for
         parameters that `slice_bits` excludes. It must not change until `release` is called with `buffer`. With `codec`,
         one of `GRADIENTS_WITHIN`, it is coded in its memory (`CodedValues.in_place_of`). With ``is_on_device``, it is
-        memory of the device, which the host knows to be filled. It is so on all ranks or on none."""
+        complete in memory of the device. All ranks have the gradient on their devices, or none has."""
         flat = gradient.view(-1)
         place: int | None = _ON_DEVICE if is_on_device else _OF_COLLECTOR
         if not is_on_device and self._collectors[key] != self.ranks.rank:
@@ -231,17 +232,17 @@ class GradientExchange:
             self._release(buffer)
 
     def exclude(self, keys: Collection[int]) -> None:
-        """Tell other ranks already now that this rank will have no gradient of these chunks in the step, so that they
-        soon get their buffers back. None of them was published."""
+        """Tell other ranks before the end of the backward that this rank will have no gradient of these chunks in the
+        step, so that other ranks soon get their buffers back. None of the chunks was published."""
         with self._lock:
             assert self._told.isdisjoint(keys), "an excluded chunk was published"
             self._told.update(keys)
             self._tell("none", *keys)
 
     def end_backward(self) -> int:
-        """Tell other ranks that this rank has no gradient of unpublished chunks. This does not wait, so other ranks
-        soon get their buffers back. Returns the step, for `wait_until_complete`. Later calls of `publish` belong to the
-        next step."""
+        """Tell other ranks that this rank has no gradient of unpublished chunks. Other ranks then soon get their
+        buffers back. Returns without waiting, with the step for `wait_until_complete`. Later calls of `publish` belong
+        to the next step."""
         return self._end("end")
 
     def abandon(self) -> None:
@@ -280,8 +281,8 @@ class GradientExchange:
             return step not in self._abandoned
 
     def close(self) -> None:
-        """Take part in no more rounds, after a moment for those of a step that has not ended. A rank that waits for
-        this one later gets an error. Does nothing in a forked process."""
+        """Take part in no more rounds. Waits a moment before for rounds of a step that has not ended. A rank that waits
+        for this one later gets an error. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         with self.waiting(), self._lock:
@@ -296,7 +297,7 @@ class GradientExchange:
                 lane.close()
         self._thread.join()
 
-    # Rounds. The thread calls what follows.
+    # Rounds. The thread calls the methods below.
 
     def _run(self) -> None:
         try:
@@ -323,7 +324,7 @@ class GradientExchange:
             self._changed.notify_all()
 
     def _next_news(self, rest_s: float) -> list[_News] | None:
-        """Wait until this rank enters a round, without news after ``rest_s``. Returns its news; None after `close`."""
+        """Wait until this rank enters a round, without news at least ``rest_s``. Returns news; None after `close`."""
 
         def enters() -> bool:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
@@ -338,8 +339,8 @@ class GradientExchange:
             return news
 
     def _take_round(self, news: list[_News]) -> bool:
-        """Tell other ranks the news, and add what is complete then. Returns whether any rank had news, or read
-        gradients of the last round."""
+        """Tell other ranks the news, and add the chunks that are then complete. Returns whether any rank had news, or
+        read gradients of the last round."""
         told = self._lane.agree("gradients", json.dumps(news).encode() if news else b"")
         read, self._read = self._read, []
         self._release_all(read)

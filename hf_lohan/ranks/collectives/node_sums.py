@@ -2,8 +2,8 @@
 
 On each node one rank, the chunk's collector, has the node's sum. The collectors exchange it piece by piece. The owner
 has a piece of all nodes when it adds them in their order. Pieces of chunks with different owners go in one exchange, so
-links are busy in both directions. Two exchanges are under way at once. A piece may be quantized.
-Of the gradient of a table of which only rows were used, the rows that are not zero are sent, which `pack_rows` marks.
+links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If only rows of a
+table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TableRows:
     """Elements of the chunk's first row that are in an earlier chunk."""
 
     def cut(self, start: int, numel: int) -> tuple[int, int, int]:
-        """Return, for the elements of the chunk from ``start`` on, the number of rows that have some of them, the
-        elements of the first of these rows that come earlier, and those of the last that come later."""
+        """Return three numbers for the chunk's ``numel`` elements from ``start`` on: the rows that contain them, the
+        elements of the first row that come before them, and the elements of the last row that come after them."""
         lead = (self.before + start) % self.width
         num_rows = -(-(lead + numel) // self.width)
         return num_rows, lead, num_rows * self.width - lead - numel
@@ -77,15 +77,16 @@ class TableRows:
 
 
 _BITS = {4: torch.int32, 2: torch.int16}
-"""By size, the type of integers in which values are compared, because -0.0 must be sent."""
+"""For each size of a value, the integer dtype in which its bits are compared to 0, because -0.0 must be sent."""
 _NUM_UNDER_WAY = 2
+"""Number of exchanges in transit at once."""
 _ALIGNMENT = 8
 _WHAT = "the sums of other nodes"
 
 
 @dataclass(frozen=True)
 class PartsOfNode:
-    """The gradients of a chunk of one node's ranks."""
+    """The gradients that one node's ranks have of a chunk."""
 
     num_parts: int
     dtype: torch.dtype
@@ -93,14 +94,14 @@ class PartsOfNode:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """The type of the node's sum. The gradient of a single rank is sent as it is, because it may have fewer bytes
+        """The type of the node's sum. The gradient of a single rank is sent unchanged, because it may have fewer bytes
         than its product with 1 / number of ranks."""
         return self.dtype if self.num_parts == 1 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkOfNodes:
-    """A chunk of which several nodes have gradients, or another node than its owner's."""
+    """A chunk with gradients of several nodes, or of one node that is not the owner's."""
 
     key: int
     owner: int
@@ -123,7 +124,7 @@ class _Piece(NamedTuple):
     start: int
     stop: int
     slot: int
-    """Which of the exchanges under way has the piece."""
+    """Which of the exchanges in transit has the piece."""
 
 
 class NodeSums:
@@ -132,8 +133,8 @@ class NodeSums:
     def __init__(
         self, links: Links, coded: MeasuredCodec | None = None, rows: Mapping[int, TableRows] | None = None
     ) -> None:
-        """All ranks make it together. ``coded``: the codec of sums. ``rows``: by its key, the rows of each chunk of
-        which only rows are sent, without a codec."""
+        """All ranks make it together. ``coded``: the codec of sums. ``rows``: the rows, by key, of chunks of which only
+        rows are sent, without a codec."""
         assert coded is None or coded.codec in (GRADIENTS_INT8, GRADIENTS_INT4)
         self._ranks = links.ranks
         self._coded = coded
@@ -161,8 +162,8 @@ class NodeSums:
             under_way.popleft()()
 
     def _begin(self, pieces: Sequence[_Piece]) -> Callable[[], None]:
-        """Begin to send pieces to their owners, and to receive that of this rank's chunk from all nodes. Returns what
-        waits for the end and adds what has come."""
+        """Begin to send pieces to their owners, and to receive that of this rank's chunk from all nodes. Returns a
+        function that waits for the end and adds what has come."""
         send_sizes, sizes = [0] * self._ranks.num_nodes, [0] * self._ranks.num_nodes
         payloads, own = [], None
         for piece in pieces:
@@ -216,7 +217,7 @@ class NodeSums:
     def _decoded(self, message: Tensor, piece: _Piece, node: int) -> Tensor:
         chunk, start, stop, _ = piece
         parts = chunk.nodes[node]
-        if message.storage_offset() % _ALIGNMENT:  # those of earlier nodes may have any size
+        if message.storage_offset() % _ALIGNMENT:  # messages of earlier nodes may have any size
             message = message.clone()
         if (rows := self._rows.get(chunk.key)) is not None:
             values = rows.unpack_rows(message, start, stop - start, parts.sent_dtype)
@@ -251,7 +252,7 @@ class NodeSums:
         return parts[0] if isinstance(parts[0], Tensor) else parts[0].decoded()
 
     def _sizes(self, piece: _Piece, own: int) -> list[int]:
-        """Return the bytes of a piece, by node. Only those of rows must be told, and ``own`` are this node's."""
+        """Return the bytes of a piece, by node. Nodes tell each other only sizes of rows; ``own`` is this node's."""
         chunk, start, stop, _ = piece
         if chunk.key in self._rows:
             return [int.from_bytes(told, "little") for told in self._lane.agree(_WHAT, own.to_bytes(8, "little"))]

@@ -21,7 +21,7 @@ from hf_lohan.ranks.transport.topology import Ranks
 SUM_TILE_NUMEL = 64 * 1024
 """Number of elements that are added at once. They stay in a core's cache."""
 SUM_PIECE_NUMEL = 256 * 1024
-"""Elements of a node's sum in one message."""
+"""Number of elements of a node's sum in one message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class CodedValues:
     @classmethod
     def in_place_of(cls, values: Tensor, codec: BlockCodec) -> CodedValues:
         """Return coded values in the memory of float32 ``values``, where codes are at the end and scales at the
-        beginning. Values that are decoded there, from the first on, overwrite no code of later values."""
+        beginning. If values are decoded there in order, they overwrite no code of later values."""
         numel, memory = values.numel(), values.view(torch.uint8)
         codes = memory[memory.numel() - codec.codes_bytes(numel) :].view(torch.int8)
         scales = memory[: codec.scales_bytes(numel)].view(codec.scale_dtype)
@@ -55,7 +55,7 @@ class CodedValues:
         return CodedValues(self.codec, self.codes.clone(), self.scales.clone(), self.num_values)
 
     def with_own_scales(self) -> CodedValues:
-        """Return these values with a copy of their scales, which values that are decoded in place overwrite first."""
+        """Return these values with a copy of their scales, because decoding in place overwrites the scales first."""
         return CodedValues(self.codec, self.codes, self.scales.clone(), self.num_values)
 
     def zero_(self) -> None:
@@ -115,7 +115,7 @@ def part_of_gradient(gradient: Gradient | NodeSum, start: int, stop: int) -> Gra
 
 
 def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
-    """As `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
+    """Do as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if len(exact) == len(parts):
         return sum_in_rank_order_(out, exact, num_ranks)
@@ -137,8 +137,8 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int, scr
     """Set `out` to the float32 sum of `parts` in their order. Each part is first multiplied by float32(1 / num_ranks).
     DDP computes the same with float32 gradients that are reduced in rank order. `out` is float32 [numel]. `parts` are
     [numel], float32 or a smaller type. One part may share memory with `out` if it begins where `out` begins or, with a
-    smaller type, ends where `out` ends. ``scratch``: float32 memory of the same device, without which this allocates
-    some. Raises ValueError if a part would be overwritten before it is read."""
+    smaller type, ends where `out` ends. ``scratch``: float32 memory of the same device, by default new memory. Raises
+    ValueError if a part would be overwritten before it is read."""
     if not parts:
         raise ValueError("got no gradients to sum; pass at least one")
     overlaps = False
@@ -222,12 +222,12 @@ class DeviceSums:
         place: Tensor | None,
         gaps: Sequence[tuple[int, int]],
     ) -> NodeSum | None:
-        """Send this rank's gradients of chunks that other ranks collect, and add those of a chunk that this rank
+        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that it
         collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector. ``parts``:
-        the gradients by local rank, in their order. This rank's own ones are in memory of its device that the host
-        knows to be filled. ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted.
-        ``gaps``: the ranges of the chunk that are zero, and that no rank sends. Returns the sum of a chunk that a rank
-        of another node owns, until the next call. The gradient of a single rank is not scaled then."""
+        the gradients by local rank, in their order. This rank's own gradients are complete in memory of its device.
+        ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the ranges of
+        the chunk that are zero, and that no rank sends. If a rank of another node owns the chunk, returns the sum,
+        which is valid until the next call. In this case the gradient of a single rank is not scaled."""
         receives: list[tuple[int, Gradient]] = []
         values = [self._room_for(part, member, receives) for member, part in parts]
         total = self._total[: numel_of(values[0]) if values else 0]
@@ -279,7 +279,7 @@ def _as_bytes(gradients: Sequence[tuple[int, Gradient]]) -> list[tuple[int, Tens
 
 
 def add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
-    """As `sum_gradients_`, in memory of a device. The parts are coded all or none, and share no memory with ``out``."""
+    """Do as `sum_gradients_` in device memory. All parts are coded or none, and none shares memory with ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if exact:
         sum_in_rank_order_(out, exact, num_ranks, scratch)

@@ -1,4 +1,4 @@
-"""Sends rows of tokens to the ranks that compute their experts, and brings back what the experts made of them.
+"""Sends rows of tokens to the ranks that compute their experts, and brings back the experts' results.
 
 All ranks call the experts of the layers in the same order. In each call all ranks first tell all others their numbers
 of rows, so that both ends of later exchanges know the sizes. Then they exchange the rows, with the index of each
@@ -31,7 +31,7 @@ from hf_lohan.ranks.transport.links import Links
 
 CALL_KINDS = ("forward", "recomputation", "backward")
 IS_OF_TOKEN = (True, False, True)
-"""Which of a call's tensors are equal for all choices of a token."""
+"""Whether each of a call's tensors is equal for all choices of a token."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class CallOfRank:
 
 
 class ChosenRows(NamedTuple):
-    """The rows of choices, in an order of the choices."""
+    """The rows of choices of experts, in the order of the choices."""
 
     place: Tensor
     """int64 [n]: the row of each choice in the tensors of tokens."""
     given: Sequence[Tensor]
-    """Tensors of tokens, and of choices, [n, ...] (`IS_OF_TOKEN`)."""
+    """Tensors with a row for each token, or for each choice [n, ...] (`IS_OF_TOKEN`)."""
 
 
 class RowExchange:
@@ -92,8 +92,8 @@ class RowExchange:
             lane.close()
 
     def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
-        """Meet all other ranks. Return the call that runs now, and the parts of the ranks that have rows in it. It is
-        that of ``own``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises
+        """Meet all other ranks. Returns the call that runs now, and the parts of the ranks that have rows in it. The
+        call is ``own.call``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises
         RanksDisagreeError if a rank is in another call."""
         numbers = (own.call.layer, own.call.kind, own.call.forward, own.flags, *own.num_rows)
         told = self._all.agree(what, struct.pack(f"<{len(numbers)}i", *numbers))
@@ -121,8 +121,8 @@ class RowExchange:
     def spread(
         self, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[Sequence[int]], what: str
     ) -> list[tuple[Sequence[int], ChosenRows]]:
-        """Send choices of ``rows`` to ranks, by rank. ``num`` [ranks][ranks]: how many each rank sends to each. A rank
-        sends itself none. Returns what has come, on the host, as ranks and their choices one after the other."""
+        """Send ``choices`` of ``rows`` to each rank. ``num[i][j]``: number of choices that rank i sends to rank j, 0 if
+        i = j. Returns (ranks, choices) pairs of received choices, which are on the host, one rank after the other."""
         own, near = self._ranks.rank, self._ranks.on_this_node
         if self._here is None or self._across is None:
             return [(self._all.members, _move(self._all, rows, choices, [of[own] for of in num], what))]
@@ -141,13 +141,13 @@ class RowExchange:
         return [(near, of_near), ([source for of in sources for source in of], of_far)]
 
     def return_results(self, results: Tensor, sizes: Sequence[int], own_sizes: Sequence[int], what: str) -> Tensor:
-        """Send ``results`` [sum(sizes), ...] to the ranks, in their order. Returns those of this rank's choices from
-        each rank, [sum(own_sizes), ...], on the host."""
+        """Send ``results`` [sum(sizes), ...] to the ranks, in their order. Returns the results of this rank's choices,
+        [sum(own_sizes), ...], on the host, in the order of the ranks that sent them."""
         return _exchange(self._all, results, sizes, own_sizes, what)
 
 
 def _move(lane: RankLane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[int], what: str) -> ChosenRows:
-    """Send choices of ``rows`` to the members of a lane, and return ``num`` choices of each of them, on the host."""
+    """Send choices of ``rows`` to the members of a lane, and return ``num`` choices from each member, on the host."""
     choices = [of.to(rows.place.device) for of in choices]
     tokens, of_choice = zip(*(torch.unique(rows.place[of], return_inverse=True) for of in choices), strict=True)
     index = _exchange(lane, torch.cat(of_choice).to(torch.int32), list(map(len, choices)), num, what).long()
@@ -161,7 +161,7 @@ def _move(lane: RankLane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequ
 
 
 def _exchange(lane: RankLane, rows: Tensor, num: Sequence[int], num_of_members: Sequence[int], what: str) -> Tensor:
-    """Send ``num`` of ``rows`` [n, ...] to each member of a lane, and return those of each, on the host."""
+    """Send ``num`` of ``rows`` [n, ...] to each member of a lane. Returns the rows from each member, on the host."""
     sent = rows.detach().contiguous().cpu()
     received = sent.new_empty(sum(num_of_members), *sent.shape[1:])
     row_bytes = sent.shape[1:].numel() * sent.itemsize

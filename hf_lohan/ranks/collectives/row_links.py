@@ -1,7 +1,7 @@
 """The lane of the ranks that share the tokens of one row.
 
-These ranks are on one node. The computing threads of all of them come to the same meetings in the same order. Ranks of
-other rows are not waited for.
+These ranks are on one node. Their computing threads call the same collectives in the same order. They do not wait for
+ranks of other rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ class RowLinks:
         place = links.ranks.local_rank % num_ranks
         first = links.ranks.rank - place
         self.ranks = Ranks(place, num_ranks, place, num_ranks)
-        """This rank among those of the row."""
+        """This rank among the ranks of the row."""
         lane = links.open(f"row {first}", range(first, first + num_ranks), stops_compute=True)
         self.all_gather, self.barrier = lane.agree, lane.barrier

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HIGHEST_CODE = {8: 127, 4: 7}
-"""The highest code, by the bits of a code. The lowest code is its negative."""
+"""The highest code, by the number of bits. The lowest code is its negative."""
 _TILE_NUMEL = 64 * 1024
 """Size of intermediate tensors, chosen so that they stay in a core's cache."""
 
@@ -89,7 +89,7 @@ def _sum_(
 
 def _encode_(blocks: Tensor, scratch: Tensor, start: int, num_bits: int, codes: Tensor, scales: Tensor) -> None:
     """Write codes and scales of ``blocks`` [num_blocks, block_numel] float32, which begin at element ``start``.
-    Overwrites them."""
+    Overwrites ``blocks``."""
     highest, (num_blocks, block_numel) = HIGHEST_CODE[num_bits], blocks.shape
     largest = torch.abs(blocks, out=scratch[: blocks.numel()].view_as(blocks)).amax(1)
     first = start // block_numel

@@ -1,7 +1,7 @@
 """Decisions that all ranks make together on the end of a step, and on which commits count.
 
-*A step* ends with one small exchange after its last backward. Each rank sends what it measured of the gradients,
-whether it applies or drops them, whether the next step is to be committed, whether it was asked to end the run, and a
+*A step* ends with one small exchange after its last backward. Each rank sends its norms of gradients, whether it
+applies or drops the gradients, whether the next step is to be committed, whether it was asked to end the run, and a
 digest of the hyperparameters. From these, every rank computes the norm, the clipping, whether a guess was right, and
 whether the step is skipped. Ranks whose hyperparameters differ end with an error before they apply the step.
 
@@ -45,7 +45,7 @@ class StepAgreement:
         first applied step."""
 
     def compare_settings(self, settings: Callable[[], NamedValues]) -> None:
-        """Compare what ``settings`` returns in each step. It has the number of the step as "step"."""
+        """Compare the values that ``settings`` returns in each step. They have the number of the step as "step"."""
         self._settings = settings
 
     def request_end(self) -> None:
@@ -62,9 +62,9 @@ class StepAgreement:
         return self._ends_run or (self._requests_end and not self._links.ranks.others)
 
     def apply_gradients(self, measured: bytes, max_norm: float | None = None) -> list[bytes]:
-        """Agree to apply the step's gradients. ``measured``: what this rank measured of them. ``max_norm``: the norm to
-        which this rank clips them; None if it does not clip. Returns what each rank measured, in rank order. Raises
-        RanksDisagreeError if another rank drops them, or has other hyperparameters."""
+        """Agree to apply the step's gradients. ``measured``: this rank's norms of them. ``max_norm``: the norm to which
+        this rank clips them; None if it does not clip. Returns the norms of each rank, in rank order. Raises
+        RanksDisagreeError if another rank drops its gradients, or has other hyperparameters."""
         settings = {**self._settings(), "max_norm": max_norm}
         votes = self._exchange(0, digest_of(settings) + measured)
         if not are_equal(told[:DIGEST_BYTES] for _, told in votes):
@@ -131,7 +131,7 @@ class CommitAgreement:
         self._announced = 0
         """The number of this rank's last durable commit."""
         self._others_follow: Callable[[], list[bytes]] | None = None
-        """Waits until all ranks have announced it."""
+        """Waits until all ranks have announced this commit."""
         self.group_id = ""
         self.keeps_previous = True
 
@@ -158,8 +158,8 @@ class CommitAgreement:
         # A commit that a rank gives up must be removed on every rank before another commit gets its number, even if the
         # run is killed.
         self._links.barrier("all ranks are at the same commit")
-        # A new group for each start, so that commits of two continuations of one run, which have the same numbers, are
-        # never taken for commits of one step.
+        # Each start has a new group. Two continuations of one run have commits with the same numbers, and the group
+        # keeps them apart.
         self.group_id = str(descriptions[0]["group_id"])
         self._announced, self._others_follow = newest[1], None
         self._lane = self._links.open("commits")
@@ -194,9 +194,9 @@ def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -
         return max(common, key=lambda commit: commit[1])
     shown = "; ".join(f"rank {rank} holds {_format_commits(commits)}" for rank, commits in enumerate(commits_by_rank))
     raise RanksDisagreeError(
-        f"there is no commit that all ranks hold: {shown}. Give each rank the folder of its store of the same run, "
-        "and restore copies of the same time on all drives; to start from a checkpoint, or anew, remove the stores of "
-        "all ranks first"
+        f"there is no commit that all ranks hold: {shown}. Give each rank its own store of the same run, and restore "
+        "only backups that were made at the same time on all drives; to start from a checkpoint or from the beginning, "
+        "remove the stores of all ranks first"
     )
 
 

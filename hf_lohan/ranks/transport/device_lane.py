@@ -1,9 +1,9 @@
 """Lanes in which the devices of a node's ranks send memory to each other, without host memory.
 
 As in a `RankLane`, one thread of each rank carries out operations, in the same order on all ranks of the node. An
-operation of a device group tells nobody why it takes long, and its waits have no timeout. So another thread enqueues it
-and waits for the device, while the thread that uses the lane asks `Watch`, and aborts the group if the operation cannot
-end.
+operation of a device group does not report why it takes long, and its waits have no timeout. So another thread enqueues
+it and waits for the device. Meanwhile the thread that uses the lane asks `Watch`, and aborts the group if the operation
+cannot end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DeviceLane:
         )
         self._group: DeviceGroup | None = None
         self._lost: RuntimeError | None = None
-        """Why memory that an exchange had to fill has no values."""
+        """The error of an exchange that did not fill its memory."""
         self._work: _Work | None = None
         self._is_closed = False
         self._tasks: SimpleQueue[_Work | None] = SimpleQueue()
@@ -92,9 +92,9 @@ class DeviceLane:
 
     def run(self, what: str, enqueue: Callable[[], object]) -> None:
         """Call ``enqueue`` on another thread, and wait for its end. All ranks of the node call this in the same order.
-        ``enqueue`` calls `fill_from_all` or `exchange` in a lane of the device, and waits for that. ``what`` completes
-        "rank 0 waited for ...". Raises its error, or RankFailedError, RankTimeoutError or RanksDisagreeError if memory
-        of the device has no values."""
+        ``enqueue`` calls `fill_from_all` or `exchange` in a lane of the device, and waits for the end. ``what``
+        completes "rank 0 waited for ...". Raises the error of ``enqueue``, or RankFailedError, RankTimeoutError or
+        RanksDisagreeError if memory of the device was not filled."""
         self._run(what, lambda _open_group: enqueue())
 
     def _run(self, what: str, enqueue: Callable[[Callable[[], DeviceGroup]], object]) -> None:
@@ -126,8 +126,8 @@ class DeviceLane:
         self.exchange(sends, [(member, views[member]) for member in others if views[member].numel()])
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send bytes of this device to those of local ranks, and receive bytes of theirs. All ranks of the node call
-        this, also without any. `run` raises its errors, and the memory then has no values."""
+        """Send bytes to the devices of local ranks, and receive bytes from them. All ranks of the node call this, even
+        if they send and receive nothing. `run` raises its errors. In this case the memory is not filled."""
         assert self._group is not None
         try:
             self._group.exchange(sends, receives)
@@ -139,7 +139,7 @@ class DeviceLane:
 
     def _abort(self) -> None:
         """End the operation in progress. Its memory may then be used again."""
-        if self._group is not None:  # nothing ends the connecting
+        if self._group is not None:  # a connection in progress cannot be ended
             self._group.abort()
             if self._work is not None:
                 with contextlib.suppress(RuntimeError):
@@ -158,7 +158,7 @@ def _carry_out(device: Device, tasks: SimpleQueue[_Work | None]) -> None:
     device.enter_thread()
     while (work := tasks.get()) is not None:
         work.carry_out()
-        del work  # frees what it uses before the next one comes
+        del work  # frees its memory before the next operation comes
 
 
 @dataclass(frozen=True)

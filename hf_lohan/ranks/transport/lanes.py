@@ -1,9 +1,9 @@
 """A lane is a process group of gloo in which one thread of each rank begins collectives, so these have one order on all
 ranks. Another thread may wait for their ends.
 
-All operations are collectives. `Work.wait(timeout)` of a collective only raises, and the work goes on, so a wait is cut
-into slices between which `Watch` is asked. This is not so for gloo's `send` and `recv`, where a wait that runs out
-closes all connections of the group. After a failure a group is never destroyed: gloo does not wake a transfer that was
+All operations are collectives. If `Work.wait(timeout)` of a collective times out, it only raises, and the work goes on.
+So a wait is cut into slices, and `Watch` is asked between them. With gloo's `send` and `recv`, a wait that times out
+closes all connections of the group. After a failure a group is never destroyed. gloo does not wake a transfer that was
 half done when its peer died, and the destructor would wait for it, or abort the process.
 """
 
@@ -29,7 +29,7 @@ from hf_lohan.threads import Owner
 _SLICE = timedelta(milliseconds=100)
 _HEAD = struct.Struct("<IHf")
 _INLINE_BYTES = 246
-"""Bytes of tag and payload that go with the head. Longer ones take a second collective."""
+"""Bytes of tag and payload that go with the head. Longer payloads take a second collective."""
 _SHAPE = struct.Struct("<qq")
 
 
@@ -71,7 +71,7 @@ class RankLane:
         self.agreed_bytes = 0
         """Bytes of payloads of `agree` for other ranks."""
         self.waited_s: dict[int, float] = defaultdict(float)
-        """By other rank, the seconds in which this rank waited for it in `agree`."""
+        """Seconds in which this rank waited for each other rank in `agree`."""
         self._watch = watch
         self._failure = failure
         self._stops_compute = stops_compute
@@ -166,7 +166,7 @@ class RankLane:
             return self.begin_agree(tag, payload)()
 
     def begin_agree(self, tag: str, payload: bytes = b"") -> Callable[[], list[bytes]]:
-        """Begin an `agree`. Returns what waits for its end and returns the payloads."""
+        """Begin an `agree`. Returns a function that waits for its end and returns the payloads."""
         if len(self.members) == 1:
             return lambda: [payload]
         # With a short name, a short payload goes with the head, so `finish` begins no second collective.
@@ -198,7 +198,7 @@ class RankLane:
         return finish
 
     def _begin_exchange(self, tag: str, own: bytes, num_bytes: int) -> Callable[[], list[bytes]]:
-        # It takes half the time of gloo's all_gather, which copies to memory of its own.
+        # An all-to-all takes half the time of gloo's all_gather, which copies to memory of its own.
         num_members = len(self.members)
         mine = torch.frombuffer(bytearray(own.ljust(num_bytes, b"\0") * num_members), dtype=torch.uint8)
         rows = torch.empty(num_members, num_bytes, dtype=torch.uint8)
@@ -211,7 +211,7 @@ class RankLane:
         return finish
 
     def _count_wait(self, waits_s: Sequence[float], own_s: float) -> None:
-        """Count this rank's wait in the exchange before as a wait for the rank that came last, which waited least."""
+        """Count this rank's wait in the last exchange as a wait for the rank that came last, which waited least."""
         last = min(range(len(waits_s)), key=lambda place: waits_s[place])
         if last != self.place:
             self.waited_s[self.members[last]] += own_s
@@ -235,7 +235,7 @@ class RankLane:
             self.send_to_all(tensor, owner, tag)
 
     def send_to_all(self, tensor: Tensor, owner: int, tag: str) -> None:
-        """`broadcast` of a tensor whose size all members know to be equal, and not 0."""
+        """Do as `broadcast` for a tensor whose size all members know, and which is not empty."""
         with self._in_use:
             self.finish(self.begin_to_all(tensor, owner, tag))
 

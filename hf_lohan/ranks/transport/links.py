@@ -35,7 +35,7 @@ from hf_lohan.threads import Owner
 logger = logging.getLogger(__name__)
 
 CARRIES = ("control", "weights", "gradients", "tokens")
-"""What lanes carry. Tokens are rows for experts and their results, and rows of embeddings."""
+"""Kinds of data in lanes. Tokens are rows for experts and their results, and rows of embeddings."""
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECTS_WITHIN = timedelta(seconds=60)
 _WITHOUT_EFFECT = {
@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = {
     "LOHAN_RANKS_SECRET": "ranks trust their network as torch.distributed does, so close MASTER_PORT and the ports of "
     "the ranks to other machines, and unset it",
 }
-"""Environment variables of earlier versions, and what to do."""
+"""Environment variables of earlier versions, and advice for them."""
 
 
 class Links:
@@ -60,7 +60,7 @@ class Links:
         interfere: Callable[[str], object] = lambda lane: None,
     ) -> None:
         """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
-        seconds that a rank may take to connect, and later may do nothing while this rank waits for it. ``host``: the
+        seconds that a rank may take to connect, or may do nothing later while this rank waits for it. ``host``: the
         address at which other ranks reach this one, by default that of `outgoing_address`. ``exits``: see `Watch`.
         ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks
@@ -69,7 +69,7 @@ class Links:
         self._interfere = interfere
         self._connects_within_s = timeout_s
         self._lanes: list[tuple[str, RankLane]] = []
-        """What each lane carries, and the lane."""
+        """The kind of data of each lane, and the lane."""
         self._num_of_name: Counter[str] = Counter()
         self._is_closed = False
         self._host = host
@@ -113,8 +113,8 @@ class Links:
     ) -> RankLane:
         """Make a lane of ``members``, by default all ranks, together with them. All ranks open their lanes of one name
         in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
-        ``connect`` makes the group of a store, this rank's place among the members and their number, by default one of
-        gloo. Raises RankFailedError and RankTimeoutError."""
+        ``connect(store, place, num_members)`` makes the process group, by default a gloo group. Raises RankFailedError
+        and RankTimeoutError."""
         members = list(range(self.ranks.num_ranks)) if members is None else list(members)
         self._num_of_name[name] += 1
         unique = name if self._num_of_name[name] == 1 else f"{name} {self._num_of_name[name]}"
@@ -153,7 +153,7 @@ class Links:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes of payloads for other ranks, by what they carry. Those of devices are not counted."""
+        """Bytes of payloads for other ranks, by kind of data. Payloads between devices are not counted."""
         sent = dict.fromkeys(CARRIES, 0)
         for carries, lane in self._lanes:
             sent["control"] += lane.agreed_bytes
@@ -163,7 +163,7 @@ class Links:
 
     @property
     def waited_s(self) -> dict[int, float]:
-        """By other rank, the seconds in which threads of this rank waited for it."""
+        """Seconds in which threads of this rank waited for each other rank."""
         return {rank: sum(lane.waited_s[rank] for _, lane in self._lanes) for rank in self.ranks.others}
 
     # Collective calls of the computing thread of each rank, in the same order on all ranks.
@@ -195,7 +195,7 @@ class Links:
         self.watch.beat()
 
     def raise_cause(self, what: str) -> None:
-        """Raise RankFailedError if another rank is the cause of a failure, after a moment. Call this if an operation
+        """Wait a moment, and raise RankFailedError if another rank is the cause of a failure. Call this if an operation
         that depends on other ranks has failed on this rank."""
         self.watch.find_cause(what)
 
@@ -263,7 +263,7 @@ def _tell_of_exception(
 
 
 def _end(links_ref: weakref.ref[Links]) -> None:
-    """Tell the other ranks at the end of the program that it ended well, or with which exception."""
+    """Tell the other ranks that the program ends, and the exception if it ends with one."""
     links = links_ref()
     if links is None:
         return

@@ -1,4 +1,4 @@
-"""What each rank tells all others through the launcher's store: where it is, that it ends, and the first failure.
+"""Notices that each rank gives all others through the launcher's store: its position, its end, and the first failure.
 
 One thread of a rank reads and writes, because a call to a store may hang for long if its node is cut off or stopped.
 """
@@ -26,11 +26,11 @@ _MAX_TEXT_CHARS = 4000
 _FAILED = "failed"
 
 Table = dict[str, Any]
-"""Where a rank is. See `Watch`."""
+"""The position and the waits of a rank in its lanes. See `Watch`."""
 
 
 class Notice(NamedTuple):
-    """What a rank has told, and when this rank first read that."""
+    """The last notice of a rank, and when this rank first read its counts."""
 
     table: Table
     beats_s: float
@@ -46,9 +46,9 @@ class NoticeBoard:
     """One rank's notices. Any thread may call the methods."""
 
     def __init__(self, ranks: Ranks, store: Any, failure: FirstRankFailure, table: Callable[[], Table]) -> None:
-        """``store``: a client that no other thread uses. ``table`` returns where this rank is."""
+        """``store``: a client that no other thread uses. ``table`` returns the position of this rank."""
         self.notices: dict[int, Notice] = {}
-        """By other rank."""
+        """The last notice of each other rank."""
         self.looked_s = self.read_s = time.monotonic()
         """When this rank last looked for a failure, and when it last read all notices."""
         self._ranks = ranks
@@ -73,7 +73,7 @@ class NoticeBoard:
         self._thread = start_thread(self._run, f"lohan-rank-{self._ranks.rank}-notices", beside_kernels=False)
 
     def tell(self, failure: Failure) -> None:
-        """Tell all ranks where the run ends. They and this rank record it, unless another one was told before."""
+        """Tell all ranks the failure that ends the run. All ranks record it, unless an earlier failure was told."""
         self._untold.append(failure)
         self._wake.set()
 
@@ -89,12 +89,12 @@ class NoticeBoard:
         return rank in self.notices and self.notices[rank].has_left
 
     def silent_s(self, rank: int) -> float:
-        """Seconds in which a rank that has not left has given no new notice."""
+        """Return the seconds without a new notice of a rank; 0 if the rank has left."""
         notice = self.notices.get(rank)
         return 0.0 if notice is None or notice.has_left else self.read_s - notice.num_looks_s
 
     def unchanged_s(self, rank: int) -> float:
-        """Seconds in which another rank's computation has not gone on, by its own notices; 0 for this rank."""
+        """Return the seconds without progress of another rank's computation, by its notices; 0 for this rank."""
         notice = self.notices.get(rank)
         return 0.0 if notice is None else notice.num_looks_s - notice.beats_s
 
@@ -169,7 +169,7 @@ class NoticeBoard:
             )
 
     def _end(self) -> None:
-        """Say the last words. The end of this process cuts its last bytes, and may end the store."""
+        """Write the last notice, and wait until it is read. The end of this process may lose it or end the store."""
         self._tell_failures()
         self._write(has_left=not self._failure.is_known)
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -177,7 +177,7 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _is_heard(self) -> bool:
-        """Whether no other rank needs this one. After a failure the store, which rank 0 may have, needs readers."""
+        """Return whether no other rank needs this one. After a failure only rank 0, which may have the store, waits."""
         failure = self._failure.failure
         if failure is not None and self._ranks.rank != 0:
             return True

@@ -1,9 +1,9 @@
 """Exchanges that any rank may begin, and that all ranks carry out together, one round after the other.
 
-Each rank has a thread and a lane for them. In a round every rank tells what it wants and what it has done (its *head*),
-and then all do the same with what they were told. A rank enters a round when its head has changed, or when it waits for
-others. If its own computation waits for other ranks, or nothing was wanted of it for a while, it enters too, and serves
-them. So ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
+Each rank has a thread and a lane for them. In a round every rank sends its *head*, with its wish and its progress, and
+then all ranks do the same with all heads. A rank enters a round when its head has changed, or when it waits for others.
+If its own computation waits for other ranks, or has wanted nothing for a while, it enters too, and serves them. So
+ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
 
 *No wait is circular.* Every rank comes to its next round by itself: its computation goes on, and then wants something,
 or waits for another rank, or runs no pass, or does nothing for a while. In all these cases its thread enters.
@@ -28,7 +28,7 @@ _WAITS_S = 0.1
 _BETWEEN_PASSES_S = 5.0
 """Seconds between two passes after which a rank serves others."""
 _AT_LAST_S = 30.0
-"""Seconds without any exchange after which a rank serves others in any case."""
+"""Seconds without a wish of its own after which a rank serves others in any case."""
 _CLOSES_WITHIN_S = 2.0
 """Seconds that `close` waits for the other ranks to close."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
@@ -36,7 +36,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 
 class Rounds(ABC):
-    """One rank's side. `lock` guards the state of the deriving class."""
+    """One rank's side of the rounds. `lock` guards the state of the subclass."""
 
     def __init__(self, links: Links, lane: RankLane, *, beside_kernels: bool) -> None:
         self._links = links
@@ -60,7 +60,7 @@ class Rounds(ABC):
     def start(self) -> None:
         """Start the thread. All ranks do this before any of them waits for a round."""
         self._links.watch.on_waiting(self.notify)
-        this = weakref.ref(self)  # the links live longer
+        this = weakref.ref(self)  # the links live longer than this object
         self._links.add_failure_callback(lambda _error: _notify(this()))
         self._thread = start_thread(self._run, f"lohan-{self._lane.name}", beside_kernels=self._beside_kernels)
 
@@ -86,37 +86,37 @@ class Rounds(ABC):
         if self._error is not None:
             raise self._error
 
-    # What a deriving class says. The thread calls these, with `lock` held where it is said.
+    # A subclass defines these methods. The thread calls them.
 
     @abstractmethod
     def advance(self) -> None:
-        """Do what needs no other rank. Called before `head`, without the lock."""
+        """Do the work that needs no other rank. Called before `head`, without the lock."""
 
     @abstractmethod
     def head(self) -> bytes:
-        """Return what this rank tells, with the lock held."""
+        """Return this rank's head. Called with the lock held."""
 
     def news_of(self, head: bytes) -> bytes:
-        """Return the part of a head that others are to know soon. The rest may wait for a later round."""
+        """Return the part of a head that others must know soon. The rest may wait for a later round."""
         return head
 
     @abstractmethod
     def is_waiting(self) -> bool:
-        """Return whether this rank waits for the others, with the lock held."""
+        """Return whether this rank waits for the others. Called with the lock held."""
 
     @abstractmethod
     def is_between_passes(self) -> bool: ...
 
     @abstractmethod
     def carry_out(self, heads: Sequence[bytes]) -> bool:
-        """Do what all ranks do with these heads. Returns False when all ranks have closed."""
+        """Carry out the round with these heads, as all ranks do. Returns False when all ranks have closed."""
 
     @abstractmethod
     def break_off(self, error: BaseException) -> None:
         """Handle an error that ends the thread."""
 
     def shown_wait(self) -> AbstractContextManager[object]:
-        """A context that shows a wait of the thread in the timeline."""
+        """Return a context that shows a wait of the thread in the timeline."""
         return nullcontext()
 
     # The thread.

@@ -25,7 +25,7 @@ FILES_IN_RAM = "/dev/shm"
 
 
 class NodeLinks(Protocol):
-    """The calls of `Links` that sharing needs. The ranks of one row have them too."""
+    """The methods of `Links` that sharing needs. `RowLinks` has them too."""
 
     @property
     def ranks(self) -> Ranks: ...
@@ -90,8 +90,8 @@ def _map(path: str, num_bytes: int, map_it: Callable[[int, int], Tensor]) -> Ten
 
 
 def _exchange(links: NodeLinks, tag: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Exchange what each rank offers or wants. Raises ValueError if a rank's request was refused, or if ranks of a node
-    want different sizes."""
+    """Exchange the offers and requests of all ranks. Raises ValueError if a rank's request was refused, or if ranks of
+    a node want different sizes."""
     messages = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(message).encode())]
     for message in messages:
         if "refused" in message:

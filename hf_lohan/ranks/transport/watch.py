@@ -1,4 +1,4 @@
-"""What one rank knows of the others: which has died, failed or hangs. All waits of the rank ask it.
+"""Finds out which other rank has died, has failed or hangs. All waits of a rank ask it.
 
 *A death* on this node is told by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
 connections open. A death elsewhere breaks connections, and the rank that gives no more notices has ended. *A failure*
@@ -40,15 +40,15 @@ _LOOK_S = 0.05
 _ANSWER_S = 0.5
 """Seconds in which the store answers. If it does not, its node may be gone."""
 _VERDICT_S = 2.0
-"""Seconds without a notice after which a rank has ended, if connections broke. A living rank gives two a second."""
+"""Seconds without a notice after which a rank has ended, if connections broke. Notices come twice a second."""
 _CYCLE_S = 3.0
-"""Seconds after which computations that wait for each other are taken for different calls."""
+"""Seconds after which computations that wait for each other are taken to be at different calls."""
 _STUCK_S = 1.0
 """Seconds that the main thread may stay in one of torch's own collectives after a failure."""
 
 
 class Watch:
-    """What one rank knows of the others. Any thread may call its methods."""
+    """One rank's view of the other ranks. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class Watch:
         self._users: dict[str, int] = {}
         """The thread that used a lane last."""
         self._waits: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
-        """By thread, the lanes for which it waits, if this keeps the rank from computing, and what returns the ranks
-        for whose computations it waits there."""
+        """Waits that keep the rank from computing, by thread. Each has a lane, and a function that returns the ranks
+        for whose computations the thread waits."""
         self._waits_change = threading.Lock()
         self.waiting_since_s: float | None = None
         """Since when this rank's computation waits for other ranks, by `time.monotonic`; None if it does not."""
         self._waits_beside: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
-        """The same of threads beside the computation."""
+        """Waits of threads beside the computation, as in `_waits`."""
         self._idle: set[str] = set()
         """Lanes whose threads beside the computation wait for it."""
         self._closed: list[str] = []
@@ -91,7 +91,7 @@ class Watch:
         self._is_started = False
         self._is_over = threading.Event()
         self._broken: tuple[str, set[int]] | None = None
-        """What this rank waited for when its connections broke, and the ranks at their other ends."""
+        """Name of the wait in which this rank's connections broke, and the ranks at their other ends."""
         self._waiting_changed: list[Callable[[], object]] = []
         self._stuck_since_s: float | None = None
         self.ends_process = False
@@ -101,7 +101,7 @@ class Watch:
             self._board = NoticeBoard(ranks, store.clone(), failure, self._table)
 
     def begin(self) -> None:
-        """Begin to tell the other ranks of this one, and to hear of failures."""
+        """Begin to write this rank's notices, and to read failures."""
         self._board.write_first()
         self._board.start(self._on_lost_store)
 
@@ -129,7 +129,7 @@ class Watch:
                 self._exits[rank] = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._settle(rank, f"{self.name_of(rank)} ended")
-            except OSError:  # the kernel has none, or it is forbidden here
+            except OSError:  # the kernel lacks the call or forbids it
                 pass
 
     def meet(self, key: str, rank: int, until_s: float) -> None:
@@ -152,8 +152,7 @@ class Watch:
             self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
-        """Meet the members of a new lane. Returns the store with which they connect, a client of its own, because a
-        client that waits is locked."""
+        """Meet the members of a new lane. Returns their store, with its own client, because a waiting one is locked."""
         self._members[name] = members
         self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
         if stops_compute:
@@ -182,8 +181,8 @@ class Watch:
     def waiting(
         self, lane: str, *, stops_compute: bool = True, needs: Callable[[], Sequence[int]] = tuple
     ) -> Iterator[None]:
-        """A context in which the calling thread waits for a lane, and with it this rank's computation, unless
-        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before it ends."""
+        """A context in which the calling thread waits for a lane. This rank's computation waits too, unless
+        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before the wait ends."""
         of_threads = self._waits if stops_compute else self._waits_beside
         lanes, wait = of_threads.setdefault(threading.get_ident(), []), (lane, needs)
         try:  # an interrupt may come anywhere
@@ -230,12 +229,12 @@ class Watch:
             callback()
 
     def beat(self) -> None:
-        """Tell ranks that wait for this one that its computation goes on. Threads beside it may serve others although
-        it hangs, so what they do does not count."""
+        """Tell ranks that wait for this one that its computation goes on. Work of threads beside the computation does
+        not count, because they may serve others although the computation hangs."""
         self._num_beats += 1
 
     def announce(self, failure: Failure) -> None:
-        """Tell all ranks where the run ends, unless another rank has told it before."""
+        """Tell all ranks the failure that ends the run, unless another rank has told an earlier one."""
         is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
         text = f"{self.name_of(self.ranks.rank)} failed: {failure.text}" if is_own else failure.text
         self._board.tell(Failure(failure.rank, text))
@@ -304,8 +303,8 @@ class Watch:
                 self._raise_silent((stopped or concerned)[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
-        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
-        that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
+        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks on this path, the ranks of it
+        that wait for each other in a circle, and whether each wait in the circle is for a computation. A thread beside
         the computation may be late because it works."""
         path, lanes, needs, is_sure = [self.ranks.rank], [lane], list[int](), True
         while True:
@@ -318,7 +317,7 @@ class Watch:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            # A late thread beside the computation waits only where it is. What the computation waits for is no matter.
+            # A late thread beside the computation has its own waits. Those of the computation do not matter.
             lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"].get(lane, [])
             needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
@@ -394,7 +393,7 @@ class Watch:
             silent = max(members, key=self._board.silent_s)
             silent_s = self._board.silent_s(silent)
             if silent_s > _VERDICT_S:
-                # The kernel tells the end of a process of this node. So one of which it has told nothing is stopped.
+                # The kernel tells the end of a process of this node. A silent process without this end is stopped.
                 is_stopped = silent in (self._exits or {})
                 ended = f"{self.name_of(silent)} ended"
                 self._settle(silent, self._silent_text(silent, round(silent_s), what) if is_stopped else ended)
@@ -433,7 +432,7 @@ class Watch:
             self._close_exits()
 
     def die(self) -> None:
-        """Tell nobody anything any more, as if this process were killed. For ranks of tests, which are threads."""
+        """Give no more notices, as if this process were killed. For ranks of tests, which are threads."""
         self._board.die()
         self._is_over.set()
 

@@ -184,7 +184,7 @@ def test_other_reads_of_the_table_are_whole(build_engine: EngineFactory) -> None
     build_engine(model, embedding="rows")
     with torch.no_grad():
         assert torch.equal(weight.norm(), norm)
-        with pytest.raises(IndexError, match=r"index out of range in self: .* a token has the number 300"):
+        with pytest.raises(IndexError, match=r"index out of range in self: .* a token has the index 300"):
             model.get_input_embeddings()(torch.tensor([300]))
 
 

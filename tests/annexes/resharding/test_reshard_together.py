@@ -316,7 +316,7 @@ def test_a_new_store_without_room_for_two_versions_is_named(
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     monkeypatch.setattr("hf_lohan.store.store.fits", lambda *args: False)
-    with pytest.raises(ForeignStoreError, match=r"which has no step, .* did not fit .* delete the new store"):
+    with pytest.raises(ForeignStoreError, match=r"has durability .* did not fit .* delete the new store"):
         train(tmp_path / "run", 4, resume="last_step", **path)
     monkeypatch.undo()
     gc.collect()  # closes the engine
@@ -368,7 +368,7 @@ def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
         train(run, 4, **settings)
     assert train(run, 4, resume=True, **settings) == straight
     assert "step, 3, is lost, because the store of rank 1 of 2 is gone. The run continues from " in caplog.text
-    assert "checkpoint-2, which costs 1 step. What is left" in caplog.text
+    assert "checkpoint-2, which costs 1 step. The rest of the old" in caplog.text
     assert content_at(newest_folder(run / STORE, 0, 2))[0] == left, "nothing is destroyed"
     assert hf_lohan.last_step(run) == 4 and max(stores_under(str(run / STORE))) == (2, 1)
 

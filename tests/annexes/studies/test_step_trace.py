@@ -161,7 +161,7 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
     blocks = discover_blocks(model)
     forward = layers[1].forward
     layers[1].forward = lambda hidden, **kwargs: layers[0](forward(hidden, **kwargs), **kwargs)
-    with pytest.raises(ValueError, match="does not run once in a forward"):
+    with pytest.raises(ValueError, match="does not run exactly once in a forward"):
         trace_step(model, blocks, batch_size=1, sequence_length=8)
 
 

@@ -1,1 +1,1 @@
-"""A simulation of a step, task by task, with the order and the limits of a run."""
+"""Simulates a step task by task, with the order and the limits of a run."""

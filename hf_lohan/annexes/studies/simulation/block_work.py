@@ -1,5 +1,4 @@
-"""Computes the work of each block in a step of a plan: bytes of weights, activations, gradients and states, and seconds
-of computing."""
+"""Computes the work of each block in a step: bytes of weights, activations, gradients and states, and compute time."""
 
 from __future__ import annotations
 
@@ -41,32 +40,32 @@ class BlockWork:
     forward_s: float
     backward_s: float
     expert_bytes: tuple[float, float]
-    """Bytes of experts that forward and backward load."""
+    """Bytes of experts that (forward, backward) load."""
     ram_bytes: float
-    """Activations that are swapped to RAM."""
+    """Bytes of activations that are swapped to RAM."""
     spilled_bytes: float
     early_share: float
-    """The share of swapped activations that exist when half of the forward is done."""
+    """Fraction of the swapped activations that exist when half of the forward is done."""
     device_share: float
-    """The share of swapped activations that is on the device at once. A layer in chunks has those of one chunk."""
+    """Fraction of the swapped activations that is on the device at the same time. For a layer in chunks: one chunk."""
     output_bytes: float
     """Bytes that a forward leaves on the device until they are swapped, or forever if they are kept."""
     working_bytes: float
-    """Device memory of the backward beside these activations."""
+    """Device memory of the backward, in addition to these activations."""
     gradient_bytes: float
     spilled_gradient_bytes: float
-    """The part of the step's gradient that is held on the drives."""
+    """Bytes of the step's gradient that are held on the drives."""
     spilled_sum_bytes: float
-    """The part of its sum over the micro-batches so far that is held there."""
+    """Bytes of the sum over the micro-batches so far that are held on the drives."""
     num_updated: float
     update_read_bytes: float
     update_write_bytes: float
     lent_bytes: float
     num_chunks: int
     last_chunk_share: float
-    """The part of the block that its last chunk has."""
+    """Fraction of the block in its last chunk."""
     holds_in_buffers: bool
-    """Whether its held gradient stays in the buffers in which it arrives."""
+    """Whether a held gradient stays in the buffers in which it arrived."""
 
     @property
     def is_trained(self) -> bool:
@@ -177,7 +176,7 @@ def block_works(
 
 
 def _spilled_shares(model: ModelProfile, setup: TrainingSetup) -> dict[str, float]:
-    """Return the share of each block in the gradients that spill. These are the last blocks'."""
+    """Return the fraction of the spilled gradients that each block has. Only the last blocks spill gradients."""
     names = None if setup.pools is None else set(setup.pools.spilled_blocks)
     numels = {block.name: block.num_trainable_params for block in model.blocks if names is None or block.name in names}
     all_numel = sum(numels.values())
@@ -195,7 +194,7 @@ def _placed_bytes(block: BlockProfile, rules: StepRules) -> tuple[float, float, 
 
 
 def _early_share(block: BlockProfile, hardware: HardwareProfile, rules: StepRules) -> float:
-    """Return the share of a layer's swapped activations that exist when half of its forward is done."""
+    """Return the fraction of a layer's swapped activations that exist when half of its forward is done."""
     placements = rules.activations.get(block.name, {})
     swapped = (Placement.CPU, Placement.SSD)
     early = whole = block.input_bytes if placements.get(INPUT) in swapped else 0.0
@@ -236,7 +235,7 @@ def _reloads(block: BlockProfile, rules: StepRules) -> int:
 
 
 def _decode_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """Return the seconds of decoding a block's packed weights, which come after their copy."""
+    """Return the seconds of decoding a block's packed weights, after they were copied to the device."""
     if hardware.device.shares_cpu:
         return block.decoded_numel / DECODED_PER_S
     rate = (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED

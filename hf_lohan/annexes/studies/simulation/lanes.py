@@ -1,7 +1,7 @@
 """Runs a graph of tasks on lanes. A lane does one task at a time.
 
-Of the tasks that can begin, a lane takes the most urgent one, and among these the one that could begin first. A running
-task is not interrupted.
+Of the tasks that can begin, a lane takes the most urgent. Of equally urgent tasks it takes the task that could begin
+first. A running task is not interrupted.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 NO_LANE = ""
-"""For tasks that wait for other tasks and occupy nothing."""
+"""Lane of tasks that only wait for other tasks, and occupy no resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRules:
-    """What lanes have in common."""
+    """The rules by which lanes affect each other."""
 
     shared: Collection[str] = ()
-    """Lanes that share the cores of a CPU. If several of them work, each gets an equal part of the time."""
+    """Lanes that share the cores of a CPU. If several of these lanes work, each gets an equal part of the time."""
     shared_efficiency: float = 1.0
-    """The part of the cores' time that remains when several of these lanes work."""
+    """Fraction of the cores' time that remains if several of these lanes work."""
     opposite: Mapping[str, str] = field(default_factory=dict)
-    """For each direction of a link, the other direction."""
+    """Maps the lane of each direction of a link to the lane of the other direction."""
     both_ways_factor: float = 1.0
-    """The factor by which a task of a link takes longer while the opposite direction is busy."""
+    """Factor by which a task of a link takes longer while the opposite direction is busy."""
     mixed_lane: str = NO_LANE
     """The lane of the drives."""
     mixed_factor: float = 1.0
-    """The factor by which a read or a write takes longer if the other kind waits, so that the drives do both."""
+    """Factor by which a read takes longer if a write waits, and the reverse, because the drives then do both."""
     looks_ahead: bool = False
-    """Whether the drives have chosen their next task before the running one ends, because several threads each have
-    one."""
+    """Whether the drives choose their next task before the running task ends, because each I/O thread holds a task."""
 
 
 class TaskGraph:
@@ -42,11 +41,11 @@ class TaskGraph:
         self.lanes: list[str] = []
         self.seconds: list[float] = []
         self.names: list[str] = []
-        """Why another task waits for this one."""
+        """Name of each task. It tells what a task that waits for this task waits for."""
         self.steps: list[int] = []
         """The step of each task."""
         self.step = 0
-        """The step of the tasks that are added from now on."""
+        """Step of the tasks that are added next."""
         self._ranks: list[int] = []
         self._after: list[list[int]] = []
         self._num_before: list[int] = []
@@ -67,7 +66,7 @@ class TaskGraph:
         rank: int = 0,
         is_write: bool = False,
     ) -> int:
-        """Add a task and return its number. ``after``: the tasks before it. ``rank``: 0 is the most urgent."""
+        """Add a task and return its index. It begins when the tasks ``after`` have ended. ``rank`` 0 is most urgent."""
         number = len(self.lanes)
         self.lanes.append(lane)
         self.seconds.append(seconds)
@@ -83,22 +82,22 @@ class TaskGraph:
         return number
 
     def link(self, before: int | None, after: int) -> None:
-        """Let a task begin only when another has ended. None is no task."""
+        """Let the task ``after`` begin only when the task ``before`` has ended. None is no task."""
         if before is not None:
             self._after[before].append(after)
             self._before[after].append(before)
             self._num_before[after] += 1
 
     def skip_unless_ended(self, task: int, other: int) -> None:
-        """Let a task take no time if ``other`` has not ended when the task could begin."""
+        """Let a task take no time if ``other`` has not ended by the time when the task could begin."""
         self._only_if_ended[task] = other
 
     def last_before(self, task: int, ends_s: list[float]) -> int | None:
-        """Return the task that ended last among those before a task."""
+        """Return the task that ended last among the tasks for which ``task`` waits."""
         return max(self._before[task], key=ends_s.__getitem__, default=None)
 
     def run(self, rules: LaneRules) -> tuple[list[float], list[float]]:
-        """Run all tasks. Returns the seconds at which each begins and ends."""
+        """Run all tasks. Returns the times at which they begin, and the times at which they end, in seconds."""
         return _Run(self, rules).run_all()
 
 
@@ -115,12 +114,12 @@ class _Run:
         self._of_drives = self._ready.get(rules.mixed_lane, []) if rules.mixed_lane != NO_LANE else []
         self._running: dict[str, bool] = dict.fromkeys(self._ready, False)
         self._num_waiting = [0, 0]
-        """Reads and writes that wait for the drives."""
+        """Number of reads and number of writes that wait for the drives."""
         self._events: list[tuple[float, int]] = []
         self._shared: list[tuple[float, int]] = []
-        """Tasks on shared lanes, by the time of the cores at which they end."""
+        """Heap of (value of `_core_s` at which the task ends, task), for tasks on shared lanes."""
         self._core_s = 0.0
-        """Seconds that each shared lane would have worked until now."""
+        """Seconds of work that a shared lane would have done so far if it was always busy."""
         self._now = 0.0
         self._chosen: int | None = None
         """The next task of the drives, if they look ahead."""
@@ -157,7 +156,7 @@ class _Run:
         self._release(released)
 
     def _release(self, tasks: list[int]) -> None:
-        """Queue tasks that can begin now. Tasks that take no time end at once."""
+        """Queue tasks that can begin now. Tasks that take no time end immediately."""
         graph = self._graph
         while tasks:
             task = tasks.pop()

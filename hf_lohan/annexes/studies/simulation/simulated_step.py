@@ -1,7 +1,7 @@
 """Simulates a step of a plan.
 
-The sum of lanes (`costs`) adds the work of each resource and takes the longest. A simulation also knows when each task
-may begin, so it finds the time that resources wait for each other.
+The predicted step time (`costs`) adds up the work of each resource and takes the maximum. A simulation also knows when
+each task can begin, so it finds the time for which resources wait for each other.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hf_lohan.costs.offload_plan import OffloadPlan, TrainingSetup
 from hf_lohan.costs.step.step_costs import SHARED_CORES_EFFICIENCY
 
 _MANY_MICRO_BATCHES = 4
-"""With so many micro-batches, one step before the simulated one is enough to reach the usual state."""
+"""With at least this many micro-batches, one earlier step is enough to reach the state in the middle of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Bytes over a step. From `times_s[i]` on there are `num_bytes[i]`."""
+    """Bytes over a step. Between `times_s[i]` and `times_s[i + 1]` there are `num_bytes[i]`."""
 
     times_s: npt.NDArray[np.float64]
     num_bytes: npt.NDArray[np.float64]
@@ -53,9 +53,9 @@ class SimulatedStep:
 
     step_s: float
     busy_s: Mapping[str, float]
-    """Seconds of work, by lane. "hash" verifies weights that were read."""
+    """Seconds of work of each lane. The lane "hash" verifies weights that were read."""
     waits_s: Mapping[str, float]
-    """Seconds in which nothing is computed, by what computing waits for."""
+    """Maps the name of the awaited work to the seconds for which computing waits for it."""
     memory: Mapping[Tier, MemoryCurve]
 
 
@@ -64,8 +64,8 @@ def simulate_step(
 ) -> SimulatedStep | None:
     """Simulate a step of a plan. Returns None for several ranks, which share resources in other ways.
 
-    If only some steps are committed, times and bytes are means over steps. A wrong guess of the norm costs the time of
-    the update that is made again, by `clip_rate`.
+    If only some steps are committed, times and bytes are means over steps. If a guess of the norm may be wrong, the
+    time of the repeated updates is added, multiplied by `clip_rate`.
     """
     if plan.prediction.ranks is not None:
         return None
@@ -139,7 +139,7 @@ def _simulate(
 
 
 def lane_rules(hardware: HardwareProfile) -> LaneRules:
-    """Return how the lanes of a machine affect each other."""
+    """Return the rules by which the lanes of a machine affect each other."""
     read_s, write_s = 1 / hardware.ssd_read_bytes_per_s, 1 / hardware.ssd_write_bytes_per_s
     mixed = hardware.ssd_mixed_bytes_per_s
     mixed_factor = max(2 / mixed, read_s, write_s) / (read_s + write_s) if mixed else 1.0
@@ -165,7 +165,7 @@ def _curve(
 ) -> MemoryCurve:
     at_s = np.array([ends[change.task] if change.at_end else begins[change.task] for change in changes])
     num_bytes = np.array([change.num_bytes for change in changes], dtype=np.float64)
-    # Memory that is freed at a time can be taken at the same time.
+    # Memory that is freed at some time can be taken at the same time, so frees are sorted first.
     order = np.lexsort((num_bytes, at_s)) if len(changes) else np.zeros(0, dtype=np.int64)
     at_s, sums = at_s[order], fixed_bytes + np.cumsum(num_bytes[order])
     inside = (at_s >= began_s) & (at_s <= ended_s)

@@ -1,7 +1,7 @@
-"""Turns the steps of a plan into tasks, with the order and the limits of a run.
+"""Makes tasks from the steps of a plan, with the order and the limits of a run.
 
-These are slots, layers that are fetched ahead and that leave, chunks of states, buffers of gradients, and the order in
-which the drives take requests.
+The limits are slots, the number of layers that are fetched ahead or leaving, chunks of states, buffers of gradients,
+and the order in which the drives take requests.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hf_lohan.costs.step.expert_costs import ROUTER_SYNC_S
 
 COMPUTE, H2D, D2H, SSD, CPU, HASH = "compute", "h2d", "d2h", "ssd", "cpu", "hash"
 _URGENT, _SOON, _ANY_TIME = 0, 1, 2
-"""Ranks of the drives' tasks, as in a run: weights, other reads, writes."""
+"""Urgency of weights, of other reads and of writes on the drives, as in a run."""
 _STAGING_BUFFERS = 4
-"""Through which activations pass to and from the drives."""
+"""Number of buffers through which activations move to and from the drives."""
 DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, SizeClass.RESIDENT: 1 << 20}
-"""For a setup without pools."""
+"""Number of slots if the setup has no pools."""
 _DEFAULT_BUFFER_BYTES = 4 * MAX_CHUNK_NUMEL
 _MOST_PIECES = 8
 _ADDED_BYTES, _UPDATED_BYTES = 12, 28
-"""Bytes that adding a gradient to a sum, and updating a parameter, move in RAM. They compare the rates of both."""
+"""Bytes in RAM that adding a gradient to a sum moves, and that an update moves. The ratio gives the rate of sums."""
 _PIECES_OF_A_PASS = 3000
-"""Blocks are cut into fewer pieces if a step has many, so that a simulation stays short."""
+"""Approximate maximum of pieces in a step. With many blocks each has fewer pieces, so that a simulation stays short."""
 _EXPERT_PARTS = 4
-"""Parts of a layer's experts. One part computes while the next is loaded."""
+"""Number of parts of a layer's experts. A part computes while the next part is loaded."""
 
 Tier = Literal["device", "ram"]
 
@@ -64,7 +64,7 @@ class StepTasks:
     ) -> None:
         self.graph = TaskGraph()
         self.ends: list[int] = []
-        """The last task of each step's computing."""
+        """The last compute task of each step."""
         self.changes: list[MemoryChange] = []
         self._hardware = hardware
         self._setup = setup
@@ -82,27 +82,27 @@ class StepTasks:
         self._loads: list[tuple[int, int]] = []
         self._layers = [work for work in self._works if work.is_layer]
         self._shares: dict[str, list[float]] = {}
-        # What the steps so far have left.
+        # The state after the tasks so far.
         self._compute: int | None = None
         self._in_slots: set[str] = set()
         self._updates: dict[str, dict[int, tuple[int, int]]] = {}
-        """By block and piece, the tasks of the last update: (on the CPU, the write)."""
+        """Maps block and index of the piece to (CPU task, write task) of the last update."""
         self._cpu_tasks: list[int] = []
         self._writes: list[int] = []
         self._step_writes: list[int] = []
         self._released: deque[tuple[float, int]] = deque()
-        """(number of chunks of gradients so far, the task after which these have left their buffers)."""
+        """(number of chunks of gradients so far, task after which all of these chunks have left their buffers)."""
         self._num_released = 0.0
         self._recalled: list[int] = []
-        """The tasks after which the buffers of recalled sums are free."""
+        """Tasks after which the buffers of recalled sums are free."""
         self._accepted: int | None = None
-        """The task after which the thread of updates has taken the last gradient that arrived."""
+        """Task after which the update thread has taken the last gradient that arrived."""
         self._num_arrived = 0.0
         self._held: dict[str, dict[int, int]] = {}
-        """By block and piece, the tasks after which held gradients may be applied."""
+        """Maps block and index of the piece to the task after which the held gradient may be applied."""
         self._parked = self._parked_pieces()
         self._worker: int | None = None
-        """The task after which the thread of updates is free."""
+        """Task after which the update thread is free."""
         self._swap_thread: int | None = None
         self._staging: list[int] = []
         self._begin: int | None = None
@@ -127,7 +127,7 @@ class StepTasks:
         if not self._held:
             self._commit()
         self._begin = self.graph.add(NO_LANE, 0.0, last, name="updates")
-        if self._rules.clip == "speculate":  # the guesses are right, so held gradients are dropped
+        if self._rules.clip == "speculate":  # guesses are assumed to be right, so held gradients are dropped
             held_chunks = sum(
                 work.num_chunks * (1 - len(self._held.get(work.name, {})) / len(self._chunk_shares(work)))
                 for work in self._works
@@ -136,7 +136,7 @@ class StepTasks:
             self._release(held_chunks, self._begin)
 
     def _commit(self) -> None:
-        """The thread of updates waits until everything is written, if the step is committed."""
+        """If the step is committed, let the update thread wait until everything is written."""
         if self._rules.committed_fraction:
             self._worker = self.graph.add(NO_LANE, 0.0, [*self._step_writes, *self._cpu_tasks[-1:]], name="commit")
         elif self._cpu_tasks:
@@ -179,14 +179,14 @@ class StepTasks:
             self._in_slots -= {work.name for work in self._works if work.is_trained}
 
     def _add_compute(self, work: BlockWork, is_forward: bool) -> tuple[int, int]:
-        """Add the computing of one block. Returns its first and its last task."""
+        """Add the compute tasks of one block. Returns the first and the last of them."""
         seconds = work.forward_s if is_forward else work.backward_s
         loaded_bytes = work.expert_bytes[not is_forward]
         has_halves = work.early_share > 0 if is_forward else work.is_trained
         num_parts = 2 if has_halves and self._most_pieces > 1 else 1
         first: int | None = None
         loads: list[int | None] = [None] * num_parts
-        if loaded_bytes:  # the layer's router runs before its experts are loaded
+        if loaded_bytes:  # the router of the layer runs before its experts are loaded
             num_parts = _EXPERT_PARTS
             self._compute = first = self.graph.add(COMPUTE, ROUTER_SYNC_S, [self._compute], name="computing")
             loads = self._load_experts(loaded_bytes, num_parts, first)
@@ -254,8 +254,8 @@ class StepTasks:
     # Activations.
 
     def _swap_out(self, forward: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int | None, list[int]]]:
-        """Add the copies of activations that leave. Returns, by layer, the task after which they have left, and the
-        writes of what goes on to the drives."""
+        """Add the copies of activations that leave the device. Returns for each layer the task after which they have
+        left, and the writes of activations that move on to the drives."""
         graph, hardware = self.graph, self._hardware
         stored: dict[str, tuple[int | None, list[int]]] = {}
         left: list[int | None] = []
@@ -265,7 +265,7 @@ class StepTasks:
                 graph.link(left[-self._rules.layers_leaving], first)
             gone: int | None = None
             writes: list[int] = []
-            # A tensor leaves as soon as it exists.
+            # Tensors leave as soon as they exist, some in the first half of the forward.
             early_share = layer.early_share if first != last and not layer.expert_bytes[0] else 0.0
             for share, made in ((early_share, first), (1 - early_share, last)):
                 if share * layer.ram_bytes:
@@ -335,8 +335,8 @@ class StepTasks:
     # Gradients and updates.
 
     def _gradient(self, work: BlockWork, first: int, last: int, *, is_first: bool, is_last: bool) -> int | None:
-        """Add the way of a block's gradient. Returns the task that the next block's backward waits for, because no
-        buffer is free before it."""
+        """Add the tasks of a block's gradient. Returns the task for which the backward of the next block waits, because
+        all buffers are in use until then."""
         if not work.is_trained:
             return None
         graph, hardware = self.graph, self._hardware
@@ -352,13 +352,13 @@ class StepTasks:
             half = first if 2 * number < len(shares) else last
             self._num_arrived += each_chunks
             blocked = self._after_release(self._num_arrived - self._most_gradients)
-            if half != last:  # the host waits for a buffer, and the rest of the layer is not enqueued
+            if half != last:  # while the host waits for a buffer, it does not enqueue the rest of the layer
                 graph.link(blocked, last)
             seconds = gradient_bytes / hardware.d2h_bytes_per_s
             task = graph.add(D2H, seconds, [half, blocked], name="gradients")
             self._change("ram", task, False, 0 if work.holds_in_buffers else gradient_bytes - spilled_bytes)
             is_recalled = sum_bytes > 0 and not is_first
-            if is_recalled:  # the thread reads and adds one sum after the other
+            if is_recalled:  # the update thread reads and adds one sum after the other
                 before = [task, self._worker, self._accepted, *self._cpu_tasks[-2:-1]]
                 if len(self._recalled) >= NUM_RECALL_BUFFERS:
                     before.append(self._recalled[-NUM_RECALL_BUFFERS])
@@ -394,7 +394,7 @@ class StepTasks:
         if num_chunks <= 0:
             return None
         released = self._released
-        while len(released) > 1 and released[0][0] < num_chunks:  # later gradients ask for later chunks
+        while len(released) > 1 and released[0][0] < num_chunks:  # later gradients never need earlier chunks
             released.popleft()
         return released[0][1] if released else None
 
@@ -408,15 +408,15 @@ class StepTasks:
         is_recalled: bool = False,
         is_first: bool = True,
     ) -> None:
-        """Update a piece of a block after the task ``gradient``. ``is_recalled``: its gradient is in a buffer of
-        recalled sums, and its own buffer is free."""
+        """Update a piece of a block after the task ``gradient``. ``is_recalled``: the gradient is in a buffer of
+        recalled sums, and the buffer in which it arrived is free."""
         graph, hardware, share = self.graph, self._hardware, self._chunk_shares(work)[number]
         lent_bytes = 0.0 if is_deferred else share * work.lent_bytes
         read_bytes = max(0.0, share * work.update_read_bytes - lent_bytes)
         write_bytes = share * work.update_write_bytes
         spilled_bytes = share * work.spilled_gradient_bytes if is_deferred else 0.0
         if self._rules.clip == "speculate" and not is_deferred:
-            write_bytes += share * work.spilled_gradient_bytes  # for a wrong guess
+            write_bytes += share * work.spilled_gradient_bytes  # the gradient is kept in case the guess is wrong
         on_cpu_s = share * work.num_updated / hardware.cpu.optimizer_params_per_s
         if hardware.cpu.checksum_bytes_per_s:
             on_cpu_s += (read_bytes + write_bytes) / hardware.cpu.checksum_bytes_per_s
@@ -445,9 +445,9 @@ class StepTasks:
         if is_recalled:
             self._recalled.append(written if self._rules.clip == "speculate" and work.spilled_gradient_bytes else task)
         else:
-            is_guess = self._rules.clip == "speculate" and not is_deferred  # a wrong one needs the gradient again
+            is_guess = self._rules.clip == "speculate" and not is_deferred  # a wrong guess needs the gradient again
             if work.holds_in_buffers:
-                if not (is_deferred or is_first):  # its sum is in the buffer of the first gradient
+                if not (is_deferred or is_first):  # the sum is in the buffer of the first gradient
                     self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
                 if not is_guess:
                     self._release(each_chunks, task)
@@ -458,8 +458,8 @@ class StepTasks:
         self._updates[work.name][number] = task, written
 
     def _num_stages(self, work: BlockWork, num_pieces: int) -> int:
-        """Return how many pieces an update under a forward reads, updates and writes at a time. It may use the buffers
-        of gradients that are applied."""
+        """Return how many pieces updates during a forward read, update and write at the same time. They may use the
+        buffers of gradients that are already applied."""
         pools = self._setup.pools
         if pools is None or not work.holds_in_buffers:
             return NUM_PIPELINE_STAGES
@@ -471,7 +471,7 @@ class StepTasks:
     # Memory.
 
     def _note_work(self, work: BlockWork, forward: tuple[int, int], backward: tuple[int, int]) -> None:
-        """Note what computing a block takes of the device."""
+        """Note the device memory that computing a block takes and frees."""
         swapped_bytes = (work.ram_bytes + work.spilled_bytes) * work.device_share
         if work.is_layer:
             self._change("device", forward[0], False, work.output_bytes)
@@ -484,8 +484,8 @@ class StepTasks:
             self.changes.append(MemoryChange(tier, task, at_end, num_bytes))
 
     def _chunk_shares(self, work: BlockWork) -> list[float]:
-        """Return the pieces in which a block's gradients arrive and are updated, as parts of the block. These are its
-        chunks, of which the last may be small, or fewer equal pieces if there are many."""
+        """Return the pieces in which a block's gradients arrive and are applied, as fractions of the block. These are
+        the block's chunks, of which the last may be small, or fewer equal pieces if there are many chunks."""
         shares = self._shares.get(work.name)
         if shares is None:
             self.is_coarse = self.is_coarse or work.num_chunks > self._most_pieces
@@ -499,7 +499,7 @@ class StepTasks:
         return shares
 
     def _parked_pieces(self) -> set[tuple[str, int]]:
-        """Return the pieces, by block and number, that are updated during the next forward."""
+        """Return (block, index of the piece) of the pieces that are updated during the next forward."""
         pieces = [
             ((work.name, number), share * work.num_updated)
             for work in self._works
@@ -517,8 +517,8 @@ class StepTasks:
 
 
 def order_loads(uses: Sequence[tuple[str, SizeClass]], num_slots: Mapping[SizeClass, int]) -> list[tuple[int, int]]:
-    """Return the loads of a pass in order, as pairs (use before which the slot is free, use that needs the load). Of
-    several slots the one is overwritten whose block is needed last."""
+    """Return the loads of a pass in order, as pairs (use before which the slot is free, use that needs the load). A
+    load overwrites the slot whose block is needed last."""
     places: dict[str, list[int]] = defaultdict(list)
     for place, (name, _) in enumerate(uses):
         places[name].append(place)
