@@ -136,7 +136,7 @@ class Device(DeviceMemory):
         """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
 
     def run(
-        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+        self, lane: Lane, work: Callable[[], object], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
         """Enqueue ``work`` on a copy lane, and record it in the timeline. Its operations fill the device memory
         ``fills``, and read the device memory ``reads``, which this lane has filled or waited for."""

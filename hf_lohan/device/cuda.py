@@ -197,7 +197,7 @@ class CudaDevice(Device):
         self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
 
     def run(
-        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+        self, lane: Lane, work: Callable[[], object], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
         with self._copy_locks[lane]:
             began = self.stamp(lane)

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,8 @@ class Sliceable(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
-class Residuals(Protocol):
-    """The residuals (int16) of a parameter's masters."""
-
-    def __call__(self, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
-        """Return the residuals of elements [start, stop), and the positions (int64) of ties among them."""
+Residuals: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Returns the residuals (int16) of elements [start, stop) of a parameter, and the positions (int64) of their ties."""
 
 
 class Zeros:

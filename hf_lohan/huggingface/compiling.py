@@ -97,7 +97,7 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         return
     allow_graphs(_MOST_GRAPHS)
     options = {**plugin.to_kwargs(), "backend": plugin.backend.value.lower()}
-    forms = _Forms(options, engine.links.send_heartbeat)
+    forms = _Forms(options, engine.links.watch.beat)
     for layer in layers:
         engine.activations.compiled[layer] = forms.of_checkpoint
     for module in (*layers, *_regions_outside_layers(engine)):

@@ -130,7 +130,7 @@ class StepTimeouts:
 
     def _set(self) -> None:
         timeout_s = self._config.ranks.timeout_s(self._slowest_step_s)
-        self._links.set_timeout(timeout_s)
+        self._links.watch.timeout_s = timeout_s
         if torch.distributed.is_initialized():
             set_collectives_timeout(timeout_s)
 

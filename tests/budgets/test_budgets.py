@@ -18,7 +18,7 @@ from hf_lohan.testing.models import tiny_model
 
 SCRIPT = Path(__file__).with_name("train_within_budgets.py")
 MIB = 1024**2
-NUM_STEPS = 3
+NUM_STEPS = 2
 STATE_BYTES_PER_PARAMETER = 12  # float32 weights and two moments
 SLACK_FRACTION = 0.15
 SLACK_BYTES = 150 * MIB

@@ -20,7 +20,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak, anonymous_memory_bytes
 
 for name in hf_lohan.__all__:
     getattr(hf_lohan, name)  # imports what the name needs, before the memory of the idle process is measured
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def dataset(length: int = 32) -> Dataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from divided_experts import (
 )
 from equal_tensors import assert_same_tensors
 from expert_models import expert_model
-from rank_processes import RankProcesses
 from training_ranks import assert_same_ranks
 
 from hf_lohan.experts import BalancedRows
@@ -124,22 +122,3 @@ def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
     trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, **{"experts.balance": 1}))
     check_balanced(trained)
     assert_same_ranks(trained, without)
-
-
-def trains(links: Links, _report: Callable[[object], None], folder: Path) -> dict[str, bytes]:
-    """Return the weights of a rank that balances rows."""
-    trained = train_rank(links, folder, Chosen("mixtral", half_to_one), **{"experts.balance": 1})
-    assert trained.rows is not None and trained.rows.most_computed < trained.rows.most_owned
-    return {name: weight.numpy().tobytes() for name, weight in trained.weights.items()}
-
-
-@pytest.mark.slow
-def test_processes_that_balance_rows_train_as_one(fork_server: None, tmp_path: Path) -> None:
-    ranks = RankProcesses(4, partial(trains, folder=tmp_path))
-    try:
-        ends = ranks.ends()
-    finally:
-        ranks.close()
-    stock = train_stock(Chosen("mixtral", half_to_one), 4)
-    expected = {name: weight.numpy().tobytes() for name, weight in stock.weights.items()}
-    assert all(end is not None and not end.error and end.result == expected for end in ends), ends

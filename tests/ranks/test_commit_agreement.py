@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -203,7 +202,6 @@ def others_ended(outcomes: Sequence[Outcome[None]], killed: int) -> None:
         assert isinstance(outcome.error, RankFailedError)
         assert re.match(rf"rank {killed} \(pid \d+, .*\) failed: Killed", str(outcome.error))
         assert "waited for all ranks to have the commit" in str(outcome.error)
-        assert outcome.took_s < 5
 
 
 def last_number(links: Links, root: Path, engine: IoEngine) -> int:
@@ -213,7 +211,7 @@ def last_number(links: Links, root: Path, engine: IoEngine) -> int:
 
 
 def test_a_slow_commit_of_one_rank_delays_only_writes_of_the_next_step(tmp_path: Path, engine: IoEngine) -> None:
-    times: dict[tuple[int, str], float] = {}
+    has_committed, order = threading.Event(), list[str]()
 
     def run(links: Links) -> None:
         (tmp_path / f"rank-{links.ranks.rank}").mkdir()
@@ -222,16 +220,18 @@ def test_a_slow_commit_of_one_rank_delays_only_writes_of_the_next_step(tmp_path:
         rank = links.ranks.rank
         trained.store.write("a", "param", 0, aligned(RECORDS[0], 2048, trained.random)).wait()
         if rank == 1:
-            time.sleep(0.3)
-        times[rank, "commits"] = time.monotonic()
+            assert has_committed.wait(60)
+            order.append("rank 1 commits")
         trained.store.commit()
-        times[rank, "committed"] = time.monotonic()
+        if rank == 0:
+            has_committed.set()
         trained.store.write("a", "param", 0, aligned(RECORDS[0], 2048, trained.random)).wait()
-        times[rank, "has written"] = time.monotonic()
+        if rank == 0:
+            order.append("rank 0 has written")
         trained.store.close()
 
     run_ranks(2, run)
-    assert times[0, "committed"] < times[1, "commits"] < times[0, "has written"]
+    assert order == ["rank 1 commits", "rank 0 has written"]
 
 
 def test_the_error_of_an_empty_folder_names_the_rank(tmp_path: Path, engine: IoEngine) -> None:

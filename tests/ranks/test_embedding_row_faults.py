@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ def test_rows_of_a_step_that_is_ending_are_refused(tmp_path: Path) -> None:
         if step == 0:
             return
         if engine.links.ranks.rank == 0:
-            assert is_updated.wait(20)
+            assert is_updated.wait(60)
             try:
                 read_rows(engine)
             finally:
@@ -112,7 +111,7 @@ def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
 
     def read(engine: OffloadEngine, step: int) -> None:
         if engine.links.ranks.rank == 0:
-            assert is_ending.wait(20)
+            assert is_ending.wait(60)
             read_weights(engine)
             return
         finish = engine._pipeline.finish_step
@@ -141,7 +140,7 @@ def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
 
     def read(engine: OffloadEngine, step: int) -> None:
         if engine.links.ranks.rank == 0:
-            assert is_dropping.wait(20)
+            assert is_dropping.wait(60)
             try:
                 read_weights(engine)
             finally:
@@ -159,7 +158,7 @@ def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
             pipeline.abandon_step = abandon_slowly  # type: ignore[method-assign]
             engine.drop_gradients()
             pipeline.abandon_step = abandon  # type: ignore[method-assign]
-        assert is_read.wait(10)
+        assert is_read.wait(60)
         if engine.links.ranks.rank == 0:
             engine.drop_gradients()
 
@@ -203,7 +202,7 @@ def kills_itself(links: Links, report: Callable[[object], None], folder: Path, a
 
     def killing(*args: Any) -> None:
         if links.ranks.rank == 1 and next(calls, None) is None:
-            report(time.monotonic())
+            report("is killed")
             os.kill(os.getpid(), signal.SIGKILL)
         fill(*args)
 

@@ -53,13 +53,6 @@ def test_two_ranks_train_as_one_process(family: str, parallel: str, tmp_path: Pa
     check_ranks(2, tmp_path, partial(expert_model, family), **{"experts.parallel": parallel})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_local", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks_train_as_one_process(family: str, num_local: int, tmp_path: Path) -> None:
-    check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, **{"experts.parallel": "world"})
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("balance", [False, 1])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (2, 1), (4, 2)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from exchanged_gradients import Backwards, OwnersSums, Place, RankOfExchange, check, exchange_all
 from gloo_devices import gloo_between_cpus
 from torch import Tensor
 
@@ -125,11 +125,12 @@ def test_a_sum_may_overwrite_the_owners_own_gradient(
     backwards = Backwards(num_ranks, num_local, seed=4, num_chunks=6, share_without=0.0)
 
     class InPlace(RankOfExchange):
-        def place(self, step: int, key: int) -> Tensor | None:
-            return self.published[step, key]
+        def place(self, step: int, key: int) -> Place:
+            return Place(self.published[step, key])
 
         def note_complete(self, complete: CompleteGradient) -> None:
-            total = self.published[complete.step, complete.key].clone()
+            assert complete.place is not None
+            total = complete.place.values.clone()
             self.sums.sums[complete.step, complete.key] = (total, complete.slice_bits)
 
     def run(links: Links) -> OwnersSums:
@@ -154,13 +155,13 @@ def test_an_abandoned_backward_releases_all_buffers_and_the_next_one_is_complete
                 rank.publish(0, key)
             if links.ranks.rank == breaks:
                 rank.exchange.abandon()
+                rank.exchange.begin_next()
             else:
                 for key in keys[len(keys) // 2 :]:
                     rank.publish(0, key)
-                step = rank.exchange.end_backward()
-                rank.exchange.wait_until_complete(step)
+                rank.finish()
             rank.publish_all(1)
-            assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            assert rank.finish()
             return rank.close()
 
         found = run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed)
@@ -181,9 +182,9 @@ def test_a_rank_without_a_gradient_releases_the_buffers_of_others_early() -> Non
     def run(links: Links) -> OwnersSums:
         rank = RankOfExchange(links, backwards)
         rank.publish_all(0)
-        step = rank.exchange.end_backward()
+        rank.exchange.end_backward()
         rank.wait_for_all_buffers()
-        assert rank.exchange.wait_until_complete(step)
+        assert rank.finish()
         return rank.close()
 
     check(backwards, run_ranks(4, run, num_local=2, delays_seed=1))
@@ -194,7 +195,7 @@ def test_other_ranks_do_not_learn_that_a_sum_is_unwanted(on_device: bool) -> Non
     backwards = Backwards(4, 2, seed=2, num_steps=1)
 
     class Dropping(RankOfExchange):
-        def place(self, step: int, key: int) -> Tensor | None:
+        def place(self, step: int, key: int) -> None:
             return None
 
         def note_complete(self, complete: CompleteGradient) -> None:
@@ -219,7 +220,7 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
         try:
             for step in range(backwards.num_steps):
                 rank.publish_all(step)
-                rank.exchange.wait_until_complete(rank.exchange.end_backward())
+                rank.finish()
         except RankFailedError:
             rank.exchange.abandon()  # releases published gradients even if their owner is dead
             freed.append(not rank.exchange._published)
@@ -237,7 +238,6 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError)
         assert error.rank == 1
-        assert outcomes[rank].took_s < 10
     assert all(freed) and len(freed) >= num_ranks - 1
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int
         try:
             for step in range(backwards.num_steps):
                 rank.publish_all(step)
-                rank.exchange.wait_until_complete(rank.exchange.end_backward())
+                rank.finish()
                 links.barrier("the next step")
         finally:
             rank.end()
@@ -267,21 +267,24 @@ def test_the_error_names_a_rank_that_never_publishes() -> None:
     backwards = Backwards(3, 3, seed=5, num_chunks=9, share_without=0.0)
     assert set(backwards.owners.values()) == {0, 1, 2}
 
+    is_named = threading.Event()
+
     def run(links: Links) -> None:
         rank = RankOfExchange(links, backwards)
         try:
             if links.ranks.rank == 1:
-                threading.Event().wait(2.5)
+                is_named.wait(60)
                 raise RuntimeError("it slept")
             rank.publish_all(0)
-            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            rank.finish()
         finally:
+            is_named.set()
             rank.end()
 
-    outcomes = rank_outcomes(3, run, timeout_s=0.5)
+    outcomes = rank_outcomes(3, run, timeout_s=2.0)
     for rank in (0, 2):
         assert "rank 1" in str(outcomes[rank].error)
-        assert "said nothing for 0.5 s while rank" in str(outcomes[rank].error)
+        assert "said nothing for 2 s while rank" in str(outcomes[rank].error)
 
 
 def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +306,7 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
         if links.ranks.rank == 0:
             threading.Event().wait(0.3)  # so that the other one has told that it waits
         rank.publish_all(0)
-        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        rank.finish()
         links.barrier("the end of the step")
         return rank.close()
 
@@ -313,7 +316,7 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
 CALLBACKS: Any = {
     "completed": lambda _: None,
     "release": lambda _: None,
-    "place": lambda _step, _key: torch.empty(101),
+    "place": lambda _step, _key: Place(torch.empty(101)),
 }
 
 
@@ -323,7 +326,8 @@ def test_gradients_of_different_sizes_are_refused() -> None:
         exchange = GradientExchange(links, {7: 0}, region, **CALLBACKS)
         mine = region.bytes[4096 * links.ranks.rank :].view(torch.float32)
         exchange.publish(7, mine[: 100 + links.ranks.rank], 1, None)
-        exchange.wait_until_complete(exchange.end_backward())
+        exchange.end_backward()
+        exchange.wait_until_complete()
         links.barrier("the end")
 
     outcomes = rank_outcomes(2, run)
@@ -336,7 +340,8 @@ def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
     def run(links: Links) -> None:
         exchange = GradientExchange(links, {7: 0}, None, **CALLBACKS)
         exchange.publish(7, torch.zeros(10), 1, None)
-        exchange.wait_until_complete(exchange.end_backward())
+        exchange.end_backward()
+        exchange.wait_until_complete()
 
     outcomes = rank_outcomes(2, run)
     assert "chunk 7 is not in the memory that the ranks of this node share" in str(outcomes[1].error)

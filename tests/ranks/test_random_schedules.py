@@ -55,7 +55,7 @@ def run_schedule(seed: int) -> None:
         thread = threading.Thread(target=beside)
         thread.start()
         follow(lanes[1], plans[1])
-        thread.join(20)
+        thread.join(60)
         assert not errors and not thread.is_alive(), errors
         links.barrier("the end")
         return [lane.sent_bytes for lane in lanes]

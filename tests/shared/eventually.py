@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from hf_lohan.device import BufferPool
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 
 
 def becomes_true(is_so: Callable[[], bool]) -> bool:
-    """Return whether the condition holds within ten seconds."""
+    """Return whether the condition holds within a minute."""
     gives_up_s = time.monotonic() + WITHIN_S
     while not is_so() and time.monotonic() < gives_up_s:
         time.sleep(0.001)

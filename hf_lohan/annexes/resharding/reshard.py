@@ -188,9 +188,9 @@ def balanced_owners(
 ) -> BalancedOwners:
     """Divide the experts of a model among ranks, so that all ranks have about equally many of the counted rows.
 
-    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. By default it
-    is that of the run, or one if that does not divide the ranks. ``owners``: former owners, by default `owned_experts`.
-    ``where`` is for errors. Raises ValueError if there is nothing to balance.
+    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. The default is
+    the number of the run, or one if this does not divide the ranks. ``owners``: former owners, by default
+    `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
     """
     layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
     if not layers:

@@ -239,7 +239,7 @@ def _copy_shard(
     on_copied: Callable[[int], object],
 ) -> None:
     """Copy the new shard of rank ``writer``. ``new`` is this rank's own store. ``loaded`` has the blocks of a model
-    that was loaded to it before; their frozen weights must equal those of the old run. Copies of pieces that the writer
+    that was loaded to it before; its frozen weights must equal those of the old run. Copies of pieces that the writer
     itself reads run concurrently. A piece of another rank is sent after all pieces before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}

@@ -416,7 +416,7 @@ def _telling_others(links: Links) -> Iterator[None]:
         while not is_done.wait(_HEARTBEAT_S):
             send()
 
-    thread = threading.Thread(target=tell, args=(links.send_heartbeat,), name="lohan-download", daemon=True)
+    thread = threading.Thread(target=tell, args=(links.watch.beat,), name="lohan-download", daemon=True)
     thread.start()
     try:
         yield

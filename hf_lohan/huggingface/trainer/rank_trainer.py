@@ -80,7 +80,7 @@ class RankTrainerMixin(_TrainerBase):
             except RuntimeError as error:
                 if not isinstance(error, RankFailedError):
                     # Upstream's collectives fail if a rank is gone, but do not name that rank.
-                    self._links.raise_cause("what Trainer gathers from all ranks")
+                    self._links.watch.find_cause("what Trainer gathers from all ranks")
                 raise
         except (Exception, KeyboardInterrupt) as error:
             self._links.fail(error)
