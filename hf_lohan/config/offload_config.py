@@ -111,9 +111,9 @@ class OffloadConfig:
     cpu_memory: int | Literal["auto"] = setting(
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
-    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory. It
-    is less if otherwise less than 6 GiB would stay free for other things, such as workers of the data loader, but at
-    least 60%. It is always 60% if the device computes in host memory."""
+    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
+    less so that 6 GiB stay free for other things, such as workers of the data loader, but never less than 60%. If the
+    device computes in host memory, "auto" is 60%."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
         AUTO, check_ssd, here=lambda config, free: config.ssd_paths(free.default_ssd_path)

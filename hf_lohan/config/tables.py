@@ -126,10 +126,9 @@ class ExpertSettings(SettingTable):
 
     balance: int | Literal["auto"] | Literal[False] = setting(AUTO, partial(check_chunk, unit="rows"))
     """Whether ranks of a machine compute rows of tokens for each other's experts (`experts.parallel`), so that all
-    ranks compute about equally many rows. Only training with several ranks on a machine uses it. The expert's weights
-    must then be sent to the other rank. So a number is the minimum of rows, of one rank for one expert, that are
-    computed on a rank that does not own the expert. It changes no result. false computes all rows on the owner. "auto"
-    is false."""
+    ranks compute about equally many rows. Only training with several ranks on a machine uses it. A number is a
+    threshold: if a rank has fewer rows for an expert, the owner computes them, because another rank would need the
+    expert's weights. It changes no result. false computes all rows on the owner. "auto" is false."""
 
     lazy: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
