@@ -161,13 +161,12 @@ class ParameterAccess:
                     self._pack(block, part, begin - part.first, values)
                 else:
                     self._check_unchanged(name, begin, values, part.packed)
-            elif begin < end:
+        for block, part, low, high, begin in self._own_parts(name, first, last):
+            if part.packed is None:
+                own = flat[begin - first : begin - first + high - low]
                 with self._buffers(3 if block.master.has_residual else 2) as buffers:
-                    offset = part.start + begin - part.first
-                    low, high = self._own_range(block, offset, offset + end - begin)
-                    before = begin - first + low - offset
                     for start, stop in self._pieces(high - low, block.master.working_dtype):
-                        self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
+                        self._write_piece(block, part, low + start, own[start:stop], buffers)
 
     def takes_rows(self, name: str) -> bool:
         """Whether a weight may be written some rows at a time."""
