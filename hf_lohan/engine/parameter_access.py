@@ -17,7 +17,7 @@ from hf_lohan.engine.commits import has_steps
 from hf_lohan.files import Extent, ForeignStoreError
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim.precision import decode_master_
-from hf_lohan.quantize import PackedForm, WeightPacker
+from hf_lohan.quantize import PackedForm, Packer
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords, master_pieces, read_masters, round_anew, write_masters
@@ -93,7 +93,7 @@ class ParameterAccess:
         ``keeps_steps_in``: the store's folder, if writes may not change frozen weights of its committed steps."""
         self._packs = packs
         self._keeps_steps_in = keeps_steps_in
-        self._packers: dict[ParamSlice, WeightPacker] = {}
+        self._packers: dict[ParamSlice, Packer] = {}
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool

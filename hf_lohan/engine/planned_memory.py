@@ -133,7 +133,7 @@ class PlannedMemory:
             self._tiers.links.fail(error)
             raise
         names = [(record.block, record.kind) for record in self.layout.resident_records]
-        self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
+        self._tiers.store.ram.allocate_copies(names, self._tiers.device.host_empty)
         self._has_copies = True
         if names:
             logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))

@@ -58,9 +58,9 @@ def test_memory_is_allocated_once_with_the_size_of_the_records(tmp_path: Path) -
         return mapped_empty(num_bytes)
 
     with open_store(tmp_path, resident=()) as (store, _):
-        store.keep_copies([], host_empty)
+        store.ram.allocate_copies([], host_empty)
         assert taken == []
-        store.keep_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
+        store.ram.allocate_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
         assert taken == [WEIGHT.num_bytes + MOMENT.num_bytes]
         for record, value in ((WEIGHT, 2), (MOMENT, 4)):  # the copies do not overlap
             store.write(record.block, record.kind, 0, values(record, fill=value)).wait()
