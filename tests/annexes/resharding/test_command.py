@@ -140,7 +140,7 @@ def test_bad_input_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     paths = tmp_path / "empty", tmp_path / "other"
     assert "has neither a store nor stores of ranks" in refused(*paths, "--ranks", 2)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
-    assert "already has a store of a run with 2 ranks, which continues" in refused(run, "--ranks", 2)
+    assert "already has a store of a run with 2 ranks, which can continue" in refused(run, "--ranks", 2)
     for name in ("rank-1-of-2.g1", "manifest.json"):
         path = run / STORE / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
