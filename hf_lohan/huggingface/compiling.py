@@ -141,7 +141,6 @@ def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a compiled module."""
     if runs_as_checkpoint(module):
         return type(module).forward(module, *args, **kwargs)  # it calls `ActivationTiers.run_layer`
     forward = own_forward(module)
@@ -152,8 +151,6 @@ def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any
 
 
 class _Forms:
-    """Compiles functions, and keeps their compiled forms."""
-
     def __init__(self, options: Mapping[str, Any], before: Callable[[], object]) -> None:
         """``options``: arguments of `torch.compile`. ``before`` is called before a function is compiled."""
         self._options = options

@@ -58,11 +58,7 @@ class ChunkUpdater:
         self._missed = setup.missed
         self._handover = handover
         self._on_failure = on_failure
-        self._threads = KernelThreads(torch.get_num_threads())
-
-    def close(self) -> None:
-        """End the threads of the kernels."""
-        self._threads.close()
+        self.threads = KernelThreads(torch.get_num_threads())
 
     def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
         """Return the buffers for the chunk's update if they are free now; None if not."""
@@ -128,7 +124,7 @@ class ChunkUpdater:
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self._timeline.task(CPU_OPTIMIZER, form.rule.name, block=block, num_bytes=num_bytes):
             checksums = update_in_parts(
-                self._threads,
+                self.threads,
                 form,
                 update.records,
                 None if gradient.is_zero else gradient.values,

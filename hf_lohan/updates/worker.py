@@ -69,7 +69,7 @@ class UpdateWorker:
 
     def close(self) -> None:
         """End the threads that update. Call this after the last update."""
-        self._queue.close()
+        self._queue.updater.threads.close()
 
     def finish_pending(self) -> bool:
         """Finish the last update while no command waits. Returns False if no update was pending."""
@@ -337,7 +337,7 @@ class UpdateQueue:
     ) -> None:
         """`held`: brings spilled gradients back, and holds the gradients of guesses."""
         self._setup = setup
-        self._updater = ChunkUpdater(setup, handover, on_failure)
+        self.updater = ChunkUpdater(setup, handover, on_failure)
         self._held = held
         self._timeline = setup.device.timeline
         self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
@@ -367,7 +367,7 @@ class UpdateQueue:
             with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
                 reads = self._held.bring_back(gradient)
             self._wait_for_writes_of(gradient.chunk)
-            update = self._updater.begin_update(gradient, reads, borrowed=borrowed, is_guess=is_guess, buffers=buffers)
+            update = self.updater.begin_update(gradient, reads, borrowed=borrowed, is_guess=is_guess, buffers=buffers)
             if not may_borrow:
                 self._finish_all()
             self._pending.append((update, group_of, clip_coefficient))
@@ -381,16 +381,12 @@ class UpdateQueue:
         first update is finished."""
         while len(self._pending) > 1:
             can_begin = may_borrow and self._held.can_bring_back(gradient)
-            buffers = self._updater.borrowed_buffers(gradient.chunk) if can_begin else None
+            buffers = self.updater.borrowed_buffers(gradient.chunk) if can_begin else None
             if buffers is not None:
                 return buffers
             self._finish_first()
         chunk = gradient.chunk
-        return self._updater.free_buffers(chunk) or (self._updater.borrowed_buffers(chunk) if may_borrow else None)
-
-    def close(self) -> None:
-        """End the threads that update. Call this after the last update."""
-        self._updater.close()
+        return self.updater.free_buffers(chunk) or (self.updater.borrowed_buffers(chunk) if may_borrow else None)
 
     def finish_pending(self) -> bool:
         """Finish updates whose reads are issued. Returns False if there were none."""
@@ -447,7 +443,7 @@ class UpdateQueue:
 
     def _finish_first(self) -> None:
         update, group_of, clip_coefficient = self._pending.popleft()
-        writes = self._updater.finish_update(update, group_of, clip_coefficient)
+        writes = self.updater.finish_update(update, group_of, clip_coefficient)
         self._writes.extend((update.gradient.chunk, write) for write in writes)
         if update.is_guess:
             self._held.hold(update.gradient, is_final=True)

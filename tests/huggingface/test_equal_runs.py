@@ -142,7 +142,7 @@ def test_a_timeout_in_the_settings_counts_from_the_start_and_auto_follows_the_st
     for setting, expected in ((7, [7.0, 7.0, 7.0, 7.0]), ("auto", [600.0, 600.0, 120.0, 300.0])):
         links, found = Links.alone(), []
         links.watch.timeout_s = 600.0
-        timeouts = StepTimeouts(links, OffloadConfig.load({"ranks.timeout": setting}))
+        timeouts = StepTimeouts(links, OffloadConfig.load({"ranks.timeout": setting}).ranks)
         assert links.watch.timeout_s == 600.0, "ranks measure the hardware one after the other"
         timeouts.step_planned()
         found.append(links.watch.timeout_s)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from exchanged_gradients import Backwards, OwnersSums, Place, RankOfExchange, check, exchange_all
 from gloo_devices import gloo_between_cpus
+from torch import Tensor
 
 from hf_lohan.ranks import (
     CompleteGradient,
@@ -20,7 +22,7 @@ from hf_lohan.ranks import (
     SharedRegion,
 )
 from hf_lohan.ranks.collectives import node_sums
-from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums
+from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums, PartsOfNode
 from hf_lohan.ranks.transport import watch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
@@ -44,6 +46,38 @@ def test_owners_get_the_sum_in_rank_order_and_all_buffers_are_released(
 def test_large_chunks_are_sent_between_nodes_in_pieces(num_ranks: int, num_local: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed=1, max_numel=600_000, num_steps=1, share_without=0.0)
     check(backwards, run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local))
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_pieces_for_different_owners_go_in_one_exchange(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So links are busy in both directions. With an exchange for each owner, a step over slow links took longer."""
+    monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 500)
+    backwards = Backwards(num_nodes, 1, seed=2, num_chunks=num_nodes, share_without=0.0, max_numel=2500)
+    every_node = {node: PartsOfNode(1, torch.float32) for node in range(num_nodes)}
+
+    def run(links: Links) -> tuple[int, Tensor]:
+        sums, rank = NodeSums(links), links.ranks.rank
+        begun: list[object] = []
+        begin = sums._lane.begin_exchange
+        monkeypatch.setattr(sums._lane, "begin_exchange", lambda *args: begun.append(args) or begin(*args))
+        total = torch.empty(backwards.numel(rank))
+        chunks = []
+        for owner in range(num_nodes):  # the key of its chunk
+            gradient, out = backwards.gradient(0, rank, owner), total if owner == rank else None
+            assert gradient is not None
+            chunks.append(
+                ChunkOfNodes(owner, owner, backwards.numel(owner), every_node, [gradient], out, is_added=False)
+            )
+        sums.add(chunks)
+        sums.close()
+        return len(begun), total
+
+    most_pieces = max(-(-backwards.numel(key) // 500) for key in range(num_nodes))
+    assert most_pieces > 1
+    for rank, (num_begun, total) in enumerate(run_ranks(num_nodes, run, num_local=1)):
+        expected = backwards.mean(0, rank)
+        assert expected is not None
+        assert num_begun == most_pieces and torch.equal(total, expected)
 
 
 def run_drawn(seed: int) -> None:
@@ -258,10 +292,10 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(watch, "_CYCLE_S", 0.2)
     add = NodeSums.add
 
-    def add_slowly(sums: NodeSums, chunk: ChunkOfNodes) -> None:
-        if chunk.owner == 1:
+    def add_slowly(sums: NodeSums, chunks: Sequence[ChunkOfNodes]) -> None:
+        if any(chunk.owner == 1 for chunk in chunks):
             threading.Event().wait(1.5)
-        add(sums, chunk)
+        add(sums, chunks)
 
     monkeypatch.setattr(NodeSums, "add", add_slowly)
     backwards = Backwards(2, 1, seed=1, num_chunks=4, num_steps=1, share_without=0.0)

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -441,45 +442,57 @@ class GradientExchange:
     # Sums.
 
     def _batches(self, complete: Mapping[_ChunkName, _Told]) -> Iterator[dict[_ChunkName, _Told]]:
-        """Yield batches of chunks that different ranks of a node collect. Devices exchange a batch at once."""
-        batch: dict[_ChunkName, _Told] = {}
-        local_owners: set[int] = set()
-        for name, parts in complete.items():
-            local_owner = self._owners[name[1]] % self.ranks.num_local
-            if local_owner in local_owners:
-                yield batch
-                batch, local_owners = {}, set()
-            batch[name] = parts
-            local_owners.add(local_owner)
-        if batch:
-            yield batch
+        """Yield batches of chunks with different owners, so that all links are busy. If devices add gradients, they
+        exchange a batch at once, and each rank of a node collects one of its chunks."""
+        by_devices = any(part.is_on_device for parts in complete.values() for part in parts.values())
+        num_owners = self.ranks.num_local if by_devices else self.ranks.num_ranks
+        of_owners: dict[int, list[_ChunkName]] = defaultdict(list)
+        for name in complete:
+            of_owners[self._owners[name[1]] % num_owners].append(name)
+        for names in zip_longest(*of_owners.values()):
+            yield {name: complete[name] for name in names if name is not None}
 
     def _add(self, batch: Mapping[_ChunkName, _Told]) -> None:
-        """Add the chunks that this rank collects."""
+        """Add the chunks that this rank collects. It owns at most one of them."""
         ranks = self.ranks
-        on_devices, own = {}, None
-        for (step, key), parts in batch.items():
-            here = {rank: part for rank, part in parts.items() if rank in ranks.on_this_node}
-            self._refuse_unequal(key, parts)
-            if any(part.is_on_device for part in here.values()):
-                on_devices[step, key] = here
-            if self._collectors[key] == ranks.rank:
-                own = step, key
-        place = None
-        if own is not None and self._owners[own[1]] == ranks.rank and batch[own]:
-            place = self._place(*own)
-        is_added = own in on_devices
+        collected = [name for name in batch if self._collectors[name[1]] == ranks.rank]
+        own = next((name for name in collected if self._owners[name[1]] == ranks.rank), None)
+        here: dict[_ChunkName, _Told] = {}
+        for name, parts in batch.items():
+            self._refuse_unequal(name[1], parts)
+            here[name] = {rank: part for rank, part in parts.items() if rank in ranks.on_this_node}
+        on_devices = {name: parts for name, parts in here.items() if any(part.is_on_device for part in parts.values())}
+        place = self._place(*own) if own is not None and batch[own] else None
         added = None
         if on_devices:
-            added = self._add_on_devices(on_devices, own if is_added else None, place if is_added else None)
-        if own is None:
-            return
-        values: list[Gradient | NodeSum] = [] if added is None else [added]
-        if not is_added:
-            values += [
-                self._values_of(own, rank, part) for rank, part in batch[own].items() if rank in ranks.on_this_node
-            ]
-        self._add_nodes(own, batch[own], values, place, is_added=is_added)
+            by_device = next((name for name in collected if name in on_devices), None)
+            added = self._add_on_devices(on_devices, by_device, place if by_device == own else None)
+        between = []
+        for name in collected:
+            owner, nodes = self._owners[name[1]], _by_node(batch[name], ranks.num_local)
+            numel = max((part.numel for part in batch[name].values()), default=0)
+            out = place.values if name == own and place is not None else None
+            if name == own and numel and out is None:
+                out = torch.empty(numel)  # other ranks may send their part of a sum that is unwanted here
+            is_added = name in on_devices
+            values: list[Gradient | NodeSum] = [added] if added is not None and is_added else []
+            if not is_added:
+                values += [self._values_of(name, rank, part) for rank, part in here[name].items()]
+            if set(nodes) - {ranks.of_rank(owner).node}:
+                between.append(ChunkOfNodes(name[1], owner, numel, nodes, values, out, is_added=is_added))
+            elif out is not None and not is_added:
+                sum_gradients_(out, [value for value in values if not isinstance(value, NodeSum)], ranks.num_ranks)
+        if between:
+            assert self._node_sums is not None
+            self._node_sums.add(between)
+        if own is not None:
+            bits = 0
+            for part in batch[own].values():
+                bits |= part.slice_bits
+            self._completed(CompleteGradient(*own, bits, place))
+            with self._lock:
+                self._num_complete += own[0] == self._step  # this rank may have abandoned the chunk's step
+                self._changed.notify_all()
 
     def _add_on_devices(
         self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, place: MeanPlace | None
@@ -504,39 +517,6 @@ class GradientExchange:
         gaps = self._gaps_of(own[1]) if own is not None else ()
         out = place.values if place is not None else None
         return self._device_sums.add(sends, receives, is_owner=is_owner, place=out, gaps=gaps)
-
-    def _add_nodes(
-        self,
-        name: _ChunkName,
-        parts: _Told,
-        values: list[Gradient | NodeSum],
-        place: MeanPlace | None,
-        *,
-        is_added: bool,
-    ) -> None:
-        """Add the gradients of this node, and the sums of all nodes if others have gradients."""
-        ranks, (step, key) = self.ranks, name
-        owner, numel = self._owners[key], max((part.numel for part in parts.values()), default=0)
-        is_owner, of_nodes = owner == ranks.rank, _by_node(parts, ranks.num_local)
-        out = place.values if place is not None else None
-        if is_owner and numel and out is None:
-            out = torch.empty(numel)  # other ranks may send their part of a sum that is unwanted here
-        if set(of_nodes) - {ranks.of_rank(owner).node}:
-            assert self._node_sums is not None
-            chunk = ChunkOfNodes(
-                key=key, owner=owner, numel=numel, nodes=of_nodes, values=values, out=out, is_added=is_added
-            )
-            self._node_sums.add(chunk)
-        elif out is not None and not is_added:
-            sum_gradients_(out, [value for value in values if not isinstance(value, NodeSum)], ranks.num_ranks)
-        if is_owner:
-            bits = 0
-            for part in parts.values():
-                bits |= part.slice_bits
-            self._completed(CompleteGradient(step, key, bits, place))
-            with self._lock:
-                self._num_complete += step == self._step  # this rank may have abandoned the chunk's step
-                self._changed.notify_all()
 
     def _values_of(self, name: _ChunkName, rank: int, part: _ToldPart) -> Gradient:
         if rank == self.ranks.rank:

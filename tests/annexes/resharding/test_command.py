@@ -76,22 +76,6 @@ def test_shards_have_the_records_of_a_run_with_these_ranks(run: Path) -> None:
     engine.close()
 
 
-def test_an_interrupted_reshard_keeps_the_old_stores(run: Path) -> None:
-    before, commit = content_at(run / STORE)
-    file = run / STORE / f"records-{int(commit.home[0])}.bin"
-    with file.open("r+b") as stream:
-        first = stream.read(1)[0]
-        stream.seek(0)
-        stream.write(bytes([first ^ 1]))
-    code, output = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "records-" in output
-    with file.open("r+b") as stream:
-        stream.write(bytes([first]))
-    assert content_at(run / STORE)[0] == before
-    assert not [*(run / STORE).glob("rank-*")] and hf_lohan.last_step(run) == 3
-    assert lohan("reshard", run, "--ranks", 2)[0] == 0
-
-
 def test_both_stores_stay_and_the_new_ones_continue(run: Path, tmp_path: Path) -> None:
     code, output = lohan("reshard", run, "--ranks", 2)
     assert code == 0 and "a run continues from there. The old stores stay: on each ssd path, you may " in output
