@@ -433,6 +433,7 @@ def build_pass_parts(
         arrivals=updates.arrivals,
         activations=activations,
         step=updates.step,
+        pipeline=updates.pipeline,
         commits=updates.commits,
         groups=updates.groups,
         plan=plan,

@@ -23,7 +23,14 @@ from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
-from hf_lohan.updates import BackwardContext, GradientArrivals, ParamGroups, StepTransaction, WeightSlots
+from hf_lohan.updates import (
+    BackwardContext,
+    GradientArrivals,
+    GradientPipeline,
+    ParamGroups,
+    StepTransaction,
+    WeightSlots,
+)
 from hf_lohan.weights import BlockLoader, BlocksInUse, Slot, SlotRing
 
 
@@ -49,6 +56,7 @@ class PassParts:
     arrivals: GradientArrivals
     activations: ActivationTiers
     step: StepTransaction
+    pipeline: GradientPipeline
     commits: StepCommits
     groups: ParamGroups
     plan: FollowedPlan
@@ -309,9 +317,9 @@ class ModelPass:
         parts = self._parts
         self._drop_forgotten()
         parts.step.begin_backward()
-        if parts.step.updates_in_backward:
+        if parts.pipeline.updates_in_backward:
             parts.commits.keep_what_was_loaded()
-        if not parts.step.has_begun_updates:
+        if not parts.pipeline.has_begun_updates:
             parts.groups.note_settings()
         self._is_final = self._is_announced_final and parts.is_final_backward()
         parts.arrivals.begin_backward(BackwardContext(is_final=self._is_final, slots=parts.slots))

@@ -166,7 +166,7 @@ def test_a_download_takes_what_is_needed_and_says_how_much(
     assert {the_hub.revisions[shard] for shard in shards} == {COMMIT}, "a push in between does not mix two models"
     assert "modeling_tiny.py" not in the_hub.downloaded and "tokenizer.json" in the_hub.downloaded
     (line,) = (message for message in caplog.messages if message.startswith("downloading"))
-    sizes = [sum((published / shard).stat().st_size for shard in shards), engine_of(model).tiers.store_bytes]  # type: ignore[union-attr]
+    sizes = [sum((published / shard).stat().st_size for shard in shards), engine_of(model).tiers.store.size_bytes]  # type: ignore[union-attr]
     assert [format_bytes(size) in line for size in sizes] == [True, True], (line, sizes)
     caplog.clear()
     the_hub.downloaded.clear()
