@@ -208,7 +208,7 @@ class GradientPipeline:
     def abandon_step(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records changed,
         and whether updates remain in them."""
-        if not self._announced:
+        if not self._announced and not self._excluded:
             self._begin_next()
             return set(), False  # without a wait for the last step's updates
         self._drop_gradients()

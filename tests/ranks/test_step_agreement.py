@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from exchanged_gradients import Backwards, RankOfExchange
 from torch import Tensor
 from training_ranks import rank_engine, weights_of
+from transformers import PreTrainedModel
 
 from hf_lohan.absent import gathered_parameters
 from hf_lohan.engine import OffloadEngine
@@ -279,3 +281,38 @@ def test_a_forward_that_only_one_rank_runs_ends_all_ranks(backward: bool, tmp_pa
 
     told = disagreement(train_differently(tmp_path, between))
     assert re.search("the lengths of batches of a forward|must take the same steps|rank \\d drops them", told), told
+
+
+def test_a_backward_that_fails_before_its_first_gradient_leaves_the_next_step_whole(tmp_path: Path) -> None:
+    """The ranks have already told each other which blocks get no gradient in this step."""
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError("a user's hook fails")
+
+    def without_norm() -> PreTrainedModel:
+        model = tiny_model("llama")
+        model.model.norm.requires_grad_(False)
+        return model
+
+    def run(links: Links, fails: bool) -> list[Tensor]:
+        with rank_engine(links, tmp_path / str(fails), without_norm) as engine:
+            optimizer = OffloadAdamW(engine.model.parameters(), lr=1e-3, engine=engine)
+            engine.model.config.num_hidden_layers = 1  # no backward reaches the other layer
+            before_norm: list[Tensor] = []
+            engine.model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+            for step in range(2):
+                batch = tiny_batch(seed=links.ranks.rank + 2 * step)
+                if fails:
+                    hidden = engine.model(**batch, output_hidden_states=True).hidden_states[-1]
+                    before_norm[-1].register_hook(fail)
+                    with pytest.raises(ArithmeticError):
+                        hidden.square().mean().backward()
+                    optimizer.zero_grad()
+                engine.model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [*weights_of(engine).values()]
+
+    expected, found = (run_ranks(2, partial(run, fails=fails)) for fails in (False, True))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
