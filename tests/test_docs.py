@@ -99,21 +99,6 @@ def anchors(document: Path) -> set[str]:
     return {ANCHOR.sub("", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("tests/test_docs.py", True),
-        ("hf_lohan/nowhere.py", False),
-        ("bench_io.py", True),
-        ("bench_nothing.py", False),
-        ("config/offload_config", True),
-        ("docs/*.md", True),
-    ],
-)
-def test_file_names_are_recognized(name: str, found: bool) -> None:
-    assert is_file_of_ours(name) and exists(name) == found
-
-
 def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
     names = {path.name for path in (ROOT / "docs" / "benchmarks").iterdir()} - {"README.md"}
     assert all(re.fullmatch(r"[a-z]+(_[a-z0-9]+)*\.json", name) for name in names), names

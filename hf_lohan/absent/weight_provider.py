@@ -19,14 +19,11 @@ class MovedGradients:
         self.forgotten: set[nn.Parameter] = set()
         """Parameters whose `.grad` the training loop has set to None since gradients were moved."""
         self.are_beside_autograd = False
-        """Whether a backward moves gradients of parameters that its graph does not have."""
+        """Whether a backward moves gradients of parameters that its graph does not have, because experts stream and
+        train."""
 
     def __bool__(self) -> bool:
         return self._has_any
-
-    def expect_beside_autograd(self) -> None:
-        """Note that experts stream and train. Their parameters are in no graph."""
-        self.are_beside_autograd = True
 
     def mark_moved(self) -> None:
         """Note that a gradient was moved."""

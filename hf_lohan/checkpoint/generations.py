@@ -13,13 +13,14 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from glob import escape, glob
 from typing import Any, Literal
 
 from hf_lohan.annexes import need_annex
-from hf_lohan.files import ForeignStoreError, StorageError
+from hf_lohan.files import ForeignStoreError, IoEngine, StorageError, StorePath
 from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.ranks.transport.agreements import newest_common_commit
@@ -31,6 +32,7 @@ from hf_lohan.wording import exact_bytes, times
 
 logger = logging.getLogger(__name__)
 
+_PIECE_BYTES = 4 << 20
 RESHARDED_FROM = "cut_from"
 """Name of a fact in the commit of a resharded store: the former number of ranks. The name is that of version 1."""
 RESHARDED_STORES = "cut_from_stores"
@@ -292,6 +294,19 @@ def stores_of(paths_of_ranks: Sequence[Sequence[str]]) -> RunStores:
     return RunStores("lost" if why_lost else "reshardable", paths_of_ranks, next_generation, found, why_lost)
 
 
+@contextmanager
+def opened_stores(paths_of_ranks: Sequence[Sequence[str]]) -> Iterator[list[Store]]:
+    """Yield the stores of all ranks that `stores_of` finds, in rank order, open for reading. Raises the errors of
+    `stores_of` and of `Store.open`."""
+    found = stores_of(paths_of_ranks).found
+    folders = paths_of_ranks if found is None else found.folders()
+    io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
+    with ExitStack() as held:
+        held.callback(io.close)
+        paths = [[*map(StorePath, of_rank)] for of_rank in folders]
+        yield [held.enter_context(Store.open(own, model=None, engine=io, is_read_only=True)) for own in paths]
+
+
 def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: int) -> Iterator[SeenStore]:
     """Yield each store of which the rank ``seen_by`` of ``num_ranks`` sees at least a part."""
     for number, paths in enumerate(directories):
@@ -438,12 +453,18 @@ def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bo
 def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
     """Return the newest commit that all stores have, once from each store. Raises RanksDisagreeError if there is no
     common commit, and ValueError for a store without commits."""
-    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
-    for store, commits in zip(stores, commits_by_rank, strict=True):
-        if not commits:
+    kept_by_rank = [store.kept_commits for store in stores]
+    for store, kept in zip(stores, kept_by_rank, strict=True):
+        if not kept:
             raise ValueError(f"nothing is committed in {store.paths[0].path}; train at least one step first")
-    newest = newest_common_commit([list(commits) for commits in commits_by_rank])
-    return [commits[newest] for commits in commits_by_rank]
+    return common_commits(kept_by_rank)
+
+
+def common_commits(kept_by_rank: Sequence[Sequence[Commit]]) -> list[Commit]:
+    """Return the newest commit that all ranks have, once from each rank. Raises RanksDisagreeError if there is none."""
+    by_key = [{commit.key: commit for commit in kept} for kept in kept_by_rank]
+    newest = newest_common_commit([list(commits) for commits in by_key])
+    return [commits[newest] for commits in by_key]
 
 
 def refuse_steps(folders: Sequence[str]) -> None:

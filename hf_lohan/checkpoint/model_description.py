@@ -27,7 +27,7 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
     `DiskFullError` if the files do not fit a temporary folder."""
     with temporary_folder() as name:
         folder = Path(name)
-        _write_description(model, engine, folder, _persistent_buffers(model))
+        _write_description(model, engine, folder, _copied_buffers(model))
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -36,9 +36,7 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
     """Write the model's persistent buffers, which are not in the store. Write no file if there are none."""
-    # `_persistent_buffers` is not used, because a commit needs the values after every step.
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model).items()}
-    if buffers:
+    if buffers := _copied_buffers(model):
         save_file(buffers, Path(folder) / BUFFERS_NAME)
 
 
@@ -90,8 +88,5 @@ def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers:
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {
-        name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items() if name not in parameters
-    }
+def _copied_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model).items()}

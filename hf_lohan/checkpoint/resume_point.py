@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_lohan.checkpoint.generations import is_resumable, stores_of
+from hf_lohan.checkpoint.generations import common_commits, is_resumable, stores_of
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
 from hf_lohan.planning.run_plan import RUN_ID
-from hf_lohan.ranks import Links, Ranks
+from hf_lohan.ranks import Links
 from hf_lohan.ranks.transport.agreements import newest_common_commit
 from hf_lohan.report.run_data import (
     FOLDER,
@@ -67,16 +67,17 @@ class ResumePoint:
                 _check_checkpoint(str(asked), output_dir, last_checkpoint)
             return cls(asked)
         links = links or Links.alone()
-        store_paths, folders = wait_for_store_paths(), _RunFolders.of_rank(output_dir, links.ranks)
+        store_paths = wait_for_store_paths()
         last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
         log = b""
         if last is not None and is_resumable(last):
             log = committed_log(store_paths, last)
             check(last, log, store_paths[0])
-        if asked is True and not _is_newest(last, store_paths, folders, last_checkpoint):
+        if asked is True and not _is_newest(last, store_paths, output_dir, last_checkpoint):
             return cls(True)
-        commit = _resumable(last, store_paths, folders)
-        return cls(_unpack(commit, log, folders.journal), commit)
+        commit = _resumable(last, store_paths, output_dir)
+        folder = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP)
+        return cls(_unpack(commit, log, Path(rank_folder(folder, links.ranks.rank, links.ranks.num_ranks))), commit)
 
 
 def newest_checkpoint(named: str | None, run_id: str | None, output_dir: str) -> str | None:
@@ -124,22 +125,6 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str
         return None
     # Some machines may not see the newest checkpoint yet, so all ranks take the newest that every machine sees.
     return min((of_rank for of_rank in found if of_rank is not None), key=_step_in_name)
-
-
-@dataclass(frozen=True)
-class _RunFolders:
-    """Folders of one rank of a run."""
-
-    output_dir: str
-    store: str
-    """The default folder of the run's stores."""
-    journal: Path
-    """Folder to which the journal of the last step is unpacked."""
-
-    @classmethod
-    def of_rank(cls, output_dir: str, ranks: Ranks) -> _RunFolders:
-        journal = rank_folder(os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), ranks.rank, ranks.num_ranks)
-        return cls(output_dir, os.path.realpath(os.path.join(output_dir, STORE_FOLDER)), Path(journal))
 
 
 def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[str], str | None]) -> None:
@@ -191,8 +176,7 @@ def last_step(output_dir: str | Path) -> int | None:
     if found is None or not all(store.commits for store in found.stores.values()):
         return None
     folders = found.folders()
-    kept = [{(commit.group_id, commit.number): commit for commit in kept_commits(paths)} for paths in folders]
-    commit = kept[0][newest_common_commit([list(commits) for commits in kept])]
+    commit = common_commits([*map(kept_commits, folders)])[0]
     if not is_resumable(commit):
         return None
     step = commit.facts.get("global_step")
@@ -206,16 +190,16 @@ def last_step(output_dir: str | Path) -> int | None:
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
     """Return the last of this rank's ``kept`` commits that all ranks have, or None if nothing is committed. If the
     ranks have no common commit, return None with ``may_have_none``, and raise RanksDisagreeError otherwise."""
-    by_number = {(commit.group_id, commit.number): commit for commit in kept}
-    packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
+    by_key = {commit.key: commit for commit in kept}
+    packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_key]).encode())
     held_by_rank = [[(str(group), int(number)) for group, number in json.loads(held)] for held in packed]
     if not any(held_by_rank) or (may_have_none and not set(held_by_rank[0]).intersection(*held_by_rank[1:])):
         return None
-    return by_number[newest_common_commit(held_by_rank)]
+    return by_key[newest_common_commit(held_by_rank)]
 
 
-def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders) -> Commit:
-    """Return the commit. Raises ValueError if the run in these folders cannot resume from it."""
+def _resumable(commit: Commit | None, paths: Sequence[str], output_dir: str) -> Commit:
+    """Return the commit. Raises ValueError if the run in ``output_dir`` cannot resume from it."""
     where = " and ".join(paths)
     if commit is None or (not commit.is_torn and not commit.facts.get("is_resumable")):
         raise ValueError(
@@ -228,32 +212,29 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
             "records of which the store keeps only one version (all with durability: checkpoint, otherwise frozen "
             f"weights); resume from {checkpoint}, or train without resume_from_checkpoint"
         )
-    if not _is_of_run(commit, paths, folders):
+    if not _is_of_run(commit, paths, output_dir):
         raise ValueError(
             f"the store in {where} has steps of the run in {commit.facts['output_dir']}, and this run's output_dir is "
-            f"{os.path.realpath(folders.output_dir)}; use the same output_dir, or give this run another ssd path"
+            f"{os.path.realpath(output_dir)}; use the same output_dir, or give this run another ssd path"
         )
     return commit
 
 
 def _is_newest(
-    commit: Commit | None, paths: Sequence[str], folders: _RunFolders, last_checkpoint: Callable[[str], str | None]
+    commit: Commit | None, paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]
 ) -> bool:
-    """Return whether the run in these folders committed the step of its last checkpoint or a later step."""
-    if commit is None or not is_resumable(commit) or not _is_of_run(commit, paths, folders):
+    """Return whether the run in ``output_dir`` committed the step of its last checkpoint or a later step."""
+    if commit is None or not is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
         return False
-    checkpoint = last_checkpoint(folders.output_dir) if os.path.isdir(folders.output_dir) else None
-    if checkpoint is None:
-        return True
-    match = re.search(r"(\d+)$", checkpoint)
-    assert match is not None, "a checkpoint is called checkpoint-N"
-    return int(commit.facts["global_step"]) >= int(match.group(1))
+    checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    return checkpoint is None or int(commit.facts["global_step"]) >= _step_in_name(checkpoint)
 
 
-def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bool:
-    """Return whether the run in these folders made the commit. Its output folder may have been moved with the store."""
-    is_inside = [os.path.realpath(shared_directory(path)) for path in paths] == [folders.store]
-    return commit.facts["output_dir"] == os.path.realpath(folders.output_dir) or is_inside
+def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:
+    """Return whether the run in ``output_dir`` made the commit. That folder may have been moved with the store."""
+    store = os.path.realpath(os.path.join(output_dir, STORE_FOLDER))
+    is_inside = [os.path.realpath(shared_directory(path)) for path in paths] == [store]
+    return commit.facts["output_dir"] == os.path.realpath(output_dir) or is_inside
 
 
 def _unpack(commit: Commit, log: bytes, folder: Path) -> str:

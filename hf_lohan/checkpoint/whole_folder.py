@@ -86,7 +86,7 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
     """Yield the folder of `unfinished_checkpoint` on all ranks of a run. Each rank writes a part. Rank 0 creates the
     folder, and moves it when all parts are written. Raises ValueError if a rank does not see the folder."""
     if links.ranks.rank == 0:
-        with unfinished_checkpoint(run_dir, name, on_file=links.send_heartbeat) as unfinished:
+        with unfinished_checkpoint(run_dir, name, on_file=links.watch.beat) as unfinished:
             try:
                 links.barrier("rank 0 to make the folder of a checkpoint")
                 yield unfinished
@@ -101,7 +101,7 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
         try:
             yield unfinished
         except (FileNotFoundError, FileExistsError):  # rank 0 may have removed the folder because of a failure
-            links.raise_cause("all ranks to save their parts")
+            links.watch.find_cause("all ranks to save their parts")
             raise
         links.barrier("all ranks to save their parts")
     links.barrier("rank 0 to give the checkpoint its name")

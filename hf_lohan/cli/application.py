@@ -210,6 +210,7 @@ def estimate(
 
 @app.command()
 def generate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a name in the Hub.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Beginning of the text.")],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens.")] = 128,
@@ -233,24 +234,12 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither on the device nor in RAM are read from the drives for each token."""
-    options = {
-        "--prompt": prompt,
-        "--max-new-tokens": max_new_tokens,
-        "--temperature": temperature,
-        "--top-p": top_p,
-        "--seed": seed,
-        "--num-beams": num_beams,
-        "--config": offload,
-        "--ssd": ssd,
-        "--cpu-memory": cpu_memory,
-        "--gpu-memory": gpu_memory,
-        "--revision": revision,
-    }
     with one_line_errors():
         from hf_lohan.huggingface.launch import launch_lohan
 
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        flags = ["--trust-remote-code"] if trust_remote_code else []
+        options = {name: value for name, value in context.params.items() if name not in ("model", "num_processes")}
+        flags = ["--trust-remote-code"] if options.pop("trust_remote_code") else []
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
         status = launch_lohan(num_processes, ["generate", model, *given, *flags])
         if status is not None:
             raise typer.Exit(status)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
-from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
+from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run, positions_of
 from hf_lohan.costs import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import MeasuringEffort
@@ -141,10 +141,8 @@ def row_tokens(planned: PlannedRun) -> int:
 
 def positions_exceeded(planned: PlannedRun) -> int | None:
     """Return `max_position_embeddings` of the model's config if a row has more tokens, and None otherwise."""
-    config: Any = getattr(planned.model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    positions = getattr(text, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and row_tokens(planned) > positions else None
+    positions = positions_of(planned.model)
+    return positions if positions is not None and row_tokens(planned) > positions else None
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,32 +75,30 @@ def run_plan(
     draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows. The plan is of the
     longest row, and the epoch is planned as well."""
     studies: Any = studies_for("--lifetimes" if lifetimes else "--plot") if lifetimes or plot is not None else None
-    found: list[Any] = []
     lengths = read_lengths(lengths_file) if lengths_file is not None else []
-    request = _for_longest(request, lengths)
-
-    def facts(planned: PlannedRun) -> dict[str, Any]:
-        more: dict[str, Any] = {}
+    planned = _planned(_for_longest(request, lengths), as_json=as_json)
+    if not as_json:
+        _refuse_unfit(planned)
+    found = studies.lifetimes_of_run(planned) if lifetimes else None
+    if as_json:
+        facts = plan_facts(planned)
         if lengths and planned.plan.fits:
-            more["epoch"] = epoch_of(planned, lengths).to_mapping()
-        if lifetimes:
-            found.append(studies.lifetimes_of_run(planned))
-            more["lifetimes"] = found[0].to_mapping(planned.hardware) | {"layers": "whole"}
-        return more
-
-    def show(planned: PlannedRun, console: Console) -> None:
+            facts["epoch"] = epoch_of(planned, lengths).to_mapping()
+        if found is not None:
+            facts["lifetimes"] = found.to_mapping(planned.hardware) | {"layers": "whole"}
+        typer.echo(json.dumps(facts, indent=2))
+        _refuse_unfit(planned)
+    else:
+        console = Console()
         print_plan(planned, console)
         if lengths:
             console.print()
             print_epoch(epoch_of(planned, lengths), planned, console)
-        if lifetimes:
-            found.append(studies.lifetimes_of_run(planned))
+        if found is not None:
             console.print()
-            studies.print_lifetimes(found[0], planned, console)
-
-    planned = _planned(request, show, as_json=as_json, more_facts=facts)
+            studies.print_lifetimes(found, planned, console)
     if plot is not None:
-        studies.plot_plan(planned, plot, found[0] if found else None)
+        studies.plot_plan(planned, plot, found)
 
 
 def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
@@ -120,30 +118,27 @@ def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
     """Print in a few lines whether the run fits, how long a step takes and what it needs. Raises as `run_plan` does."""
-    _planned(request, _print_estimate, as_json=as_json)
+    planned = _planned(request, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(plan_facts(planned), indent=2))
+    _refuse_unfit(planned)
+    if not as_json:
+        _print_estimate(planned, Console())
 
 
-def _planned(
-    request: PlanRequest,
-    show: Callable[[PlannedRun, Console], None],
-    *,
-    as_json: bool,
-    more_facts: Callable[[PlannedRun], dict[str, Any]] | None = None,
-) -> PlannedRun:
+def _planned(request: PlanRequest, *, as_json: bool) -> PlannedRun:
     try:
-        planned = plan_run(request)
+        return plan_run(request)
     except BudgetError as error:
         if as_json:
             typer.echo(json.dumps({"fits": False, "refusal": str(error)}, indent=2))
         raise
-    if as_json:
-        facts = {**plan_facts(planned), **(more_facts(planned) if more_facts is not None else {})}
-        typer.echo(json.dumps(facts, indent=2))
+
+
+def _refuse_unfit(planned: PlannedRun) -> None:
+    """Raise BudgetError if the plan does not fit."""
     if planned.plan.refusal is not None:
         raise BudgetError(f"{planned.plan.refusal}{_longest_beside_refusal(planned)}")
-    if not as_json:
-        show(planned, Console())
-    return planned
 
 
 def _longest_beside_refusal(planned: PlannedRun) -> str:

@@ -16,7 +16,7 @@ from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_options import PlanRequest
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig, ResolvedConfig
-from hf_lohan.costs import BudgetError, Fusion, HardwareProfile, Quantization, SizeClass
+from hf_lohan.costs import BudgetError, Fusion, HardwareProfile, SizeClass
 from hf_lohan.costs.fitting import device_limit_bytes
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
@@ -53,7 +53,8 @@ from hf_lohan.threads import usable_cpus
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SSD_PATH = "_lohan/store"
-_DEFAULT_SEQUENCE_LENGTH = 2048
+_DEFAULT_LENGTH = 2048
+"""Tokens of a row, if the request does not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +85,20 @@ class OtherMachine:
 def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> PlannedRun:
     """Plan a run, on the machine `other` if it is not None. Raises ValueError for bad values and files, and BudgetError
     for budgets that are too small for the pools. A plan that does not fit for another reason has a refusal."""
-    asked = OffloadConfig.load(request.offload)
-    if request.quantize is not None:
-        asked = replace(asked, quantize=Quantization.parse(request.quantize))
-    if request.expert_parallel is not None:
-        change: dict[str, Any] = {"experts.parallel": request.expert_parallel}
-        if request.expert_parallel == "none":  # ranks own no experts, so there is nothing to balance
-            change["experts.balance"] = False
-        asked = OffloadConfig.load(asked, **change)
-    if request.transport is not None:
-        asked = OffloadConfig.load(asked, **{"ranks.transport": request.transport})
-    if request.sequence_ranks is not None:
-        asked = OffloadConfig.load(asked, **{"ranks.per_row": request.sequence_ranks})
+    changes: dict[str, Any] = {
+        "quantize": request.quantize,
+        "experts.parallel": request.expert_parallel,
+        # With "none", ranks own no experts, so there is nothing to balance.
+        "experts.balance": False if request.expert_parallel == "none" else None,
+        "ranks.transport": request.transport,
+        "ranks.per_row": request.sequence_ranks,
+        **({"_resident_records": "none", "_parked": 0} if request.paper else {}),
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    asked = OffloadConfig.load(request.offload, **given)
     # The first rank stands for all, because they have the same work.
     ranks = Ranks(0, request.num_ranks, 0, request.num_ranks // request.num_nodes)
     check_sequence_ranks(asked.ranks.per_row, ranks)
-    if request.paper:
-        asked = OffloadConfig.load(asked, _resident_records="none", _parked=0)
     hardware, device = None, device_for(default_torch_device())
     host_bytes, device_bytes, memory_is_host = (
         available_host_memory_bytes(),
@@ -150,9 +148,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     if micro_batches.run_together:
         check_together(model)
     in_turn_because = why_not_together(model) if micro_batches.run_together is None else None
+    length = request.sequence_length or min(_DEFAULT_LENGTH, positions_of(model) or _DEFAULT_LENGTH)
     shape = StepShape(
         request.batch_size,
-        tokens_of_rank(request.sequence_length or _sequence_length_of(model.config), config.ranks.per_row),
+        tokens_of_rank(length, config.ranks.per_row),
         num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
         num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
@@ -188,7 +187,6 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         check_device_transport(layout.ranks, config, why_gpus_do_not_send(found))
         return with_gpu_rate(with_link(found, request.link, request.num_nodes), request.gpu_link)
 
-    may_cut = not layout.model_blocks.experts and request.fused != "compile"
     planned = plan_step(
         model,
         layout,
@@ -199,7 +197,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
         routing=routing,
         ways=ways,
-        chunks=_cuttable(model, layout) if may_cut else None,
+        chunks=_cuttable(request, model, layout),
         fused=cast("Fusion | None", request.fused),
         # Changed runs are compared by the predicted step time, without a simulation.
         simulates="none" if other is not None else "all" if config.switches.solver == "auto" else "own",
@@ -247,8 +245,7 @@ def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: b
 def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run if each batch has one row. The settings and the division
     of RAM are those of the run."""
-    may_cut = not planned.layout.model_blocks.experts and planned.request.fused != "compile"
-    chunks = _cuttable(planned.model, planned.layout) if may_cut else None
+    chunks = _cuttable(planned.request, planned.model, planned.layout)
     shared = planned.config.ranks.per_row
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
 
@@ -269,12 +266,10 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
         )
 
     if key not in _longest_rows:
-        model_config: Any = planned.model.config
-        num_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         _longest_rows[key] = longest_row(
             plan,
             begin=planned.shape.sequence_length * shared,
-            num_positions=num_positions if isinstance(num_positions, int) else None,
+            num_positions=positions_of(planned.model),
             room_bytes=device_limit_bytes(planned.hardware, planned.setup),
         )
     return _longest_rows[key]
@@ -312,14 +307,20 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
     )
 
 
-def _cuttable(model: nn.Module, layout: OffloadLayout) -> ChunkedLayers:
+def _cuttable(request: PlanRequest, model: nn.Module, layout: OffloadLayout) -> ChunkedLayers | None:
+    """Return the layers that can run in chunks; None if none can."""
+    if layout.model_blocks.experts or request.fused == "compile":
+        return None
     names = {module: name for name, module in model.named_modules()}
     return cuttable_layers(model, {layer: names[layer] for layer in layout.model_blocks.layers})
 
 
-def _sequence_length_of(config: Any) -> int:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(_DEFAULT_SEQUENCE_LENGTH, positions) if isinstance(positions, int) else _DEFAULT_SEQUENCE_LENGTH
+def positions_of(model: Any) -> int | None:
+    """Return `max_position_embeddings` of a model's config, if it has one."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def _measured(config: ResolvedConfig, device: Device, traced: TracedModel, dtype: torch.dtype) -> HardwareProfile:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hf_lohan.checkpoint.generations import newest_common_commits, stores_of
+from hf_lohan.checkpoint.generations import newest_common_commits, opened_stores
 from hf_lohan.checkpoint.resume_point import store_paths_of
-from hf_lohan.files import IoEngine, StorageError, StorePath
+from hf_lohan.files import StorageError
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import refuse_other_parts
-
-_PIECE_BYTES = 4 << 20
 
 
 def ssd_paths_of(stores: Sequence[str]) -> list[list[str]]:
@@ -27,22 +24,11 @@ def ssd_paths_of(stores: Sequence[str]) -> list[list[str]]:
 def verify_stores(stores: Sequence[str]) -> bool:
     """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
     ValueError if nothing is committed."""
-    paths = ssd_paths_of(stores)
-    found = stores_of(paths).found
-    folders = paths if found is None else found.folders()
-    console = Console()
-    io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
-    try:
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(Store.open([*map(StorePath, of_rank)], model=None, engine=io, is_read_only=True))
-                for of_rank in folders
-            ]
-            if rank_of(paths[0][0]) == (0, 1):  # the path is not the folder of one rank among several
-                refuse_other_parts(opened)
-            return _verify_ranks(opened, console) if opened[1:] else _verify_one(opened[0], console)
-    finally:
-        io.close()
+    paths, console = ssd_paths_of(stores), Console()
+    with opened_stores(paths) as opened:
+        if rank_of(paths[0][0]) == (0, 1):  # the path is not the folder of one rank among several
+            refuse_other_parts(opened)
+        return _verify_ranks(opened, console) if opened[1:] else _verify_one(opened[0], console)
 
 
 def _verify_one(store: Store, console: Console) -> bool:

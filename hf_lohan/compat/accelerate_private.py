@@ -27,7 +27,6 @@ def mark_prepared(model: Any) -> None:
 
 
 def is_prepared(model: Any) -> bool:
-    """Return whether an `Accelerator` has prepared the model."""
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 

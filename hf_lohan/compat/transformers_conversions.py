@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import Tensor
 from transformers import core_model_loading, modeling_utils
 from transformers.core_model_loading import (
@@ -30,8 +31,10 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
-_LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
-_MISSING = object()
+from hf_lohan.compat.patches import replaced
+
+_IN_ORDER = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""Environment in which transformers reads tensors when it needs them, without threads."""
 
 TakeRows = Callable[[str, torch.Size, int, Tensor], bool]
 """Takes (name, whole shape, first row, rows) of a weight. Returns False to refuse the weight."""
@@ -152,7 +155,9 @@ def _converted_by(convert: Callable[..., Any]) -> Iterator[dict[str, int]]:
     stock_load = modeling_utils.convert_and_load_state_dict_in_model
     used: set[int] = set()
     unused: dict[str, int] = {}
-    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
+
+    def converting_by(stock: Any) -> Any:
+        return lambda conversion, *args, **kwargs: convert(stock, conversion, *args, **kwargs)
 
     def spawn(thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         used.add(id(tensor))
@@ -172,36 +177,14 @@ def _converted_by(convert: Callable[..., Any]) -> Iterator[dict[str, int]]:
         )
         return result
 
-    core_model_loading.spawn_materialize = spawn
-    modeling_utils.convert_and_load_state_dict_in_model = load
-    for kind, stock in stock_converts.items():
-        kind.convert = functools.partialmethod(functools.partial(_with_stock, convert, stock))
-    try:
-        with _read_in_order():
-            yield unused
-    finally:
-        core_model_loading.spawn_materialize = stock_spawn
-        modeling_utils.convert_and_load_state_dict_in_model = stock_load
-        for kind, stock in stock_converts.items():
-            kind.convert = stock
-
-
-@contextlib.contextmanager
-def _read_in_order() -> Iterator[None]:
-    """Have transformers read tensors when it needs them, without threads."""
-    previous = os.environ.get(_LOAD_ASYNC)
-    os.environ[_LOAD_ASYNC] = "1"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[_LOAD_ASYNC]
-        else:
-            os.environ[_LOAD_ASYNC] = previous
-
-
-def _with_stock(convert: Any, stock: Any, conversion: Any, *args: Any, **kwargs: Any) -> Any:
-    return convert(stock, conversion, *args, **kwargs)
+    with (
+        replaced(core_model_loading, spawn_materialize=spawn),
+        replaced(modeling_utils, convert_and_load_state_dict_in_model=load),
+        replaced(WeightConverter, convert=converting_by(WeightConverter.convert)),
+        replaced(WeightRenaming, convert=converting_by(WeightRenaming.convert)),
+        patch_environment(**_IN_ORDER),
+    ):
+        yield unused
 
 
 def _end_of(name: str) -> str:
@@ -228,11 +211,8 @@ def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) 
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return stock(model, replace(state_dict), *args, **kwargs)
 
-    modeling_utils.convert_and_load_state_dict_in_model = load
-    try:
+    with replaced(modeling_utils, convert_and_load_state_dict_in_model=load):
         yield
-    finally:
-        modeling_utils.convert_and_load_state_dict_in_model = stock
 
 
 SourcesOfUnits = list[list[str]]
@@ -243,9 +223,6 @@ def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesO
     """Return the sources of weights, by the weight's name. Weights whose rows are not unchanged rows of matrices are
     left out. ``model`` is on meta. ``names`` has the names of all tensors of the checkpoint."""
     found: dict[str, SourcesOfUnits] = {}
-    stock_spawn = core_model_loading.spawn_materialize
-    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
-    before = vars(model).get("_weight_conversions", _MISSING)
 
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         collected: dict[str, list[str]] = dict(self.collected_tensors)
@@ -258,27 +235,19 @@ def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesO
             found[layer_name] = [list(unit) for unit in zip(*in_order, strict=True)]
         raise core_model_loading.SkipParameters
 
-    stock_progress = core_model_loading.tqdm
-    core_model_loading.tqdm = lambda each, **_: each
-    core_model_loading.spawn_materialize = lambda _pool, tensor, *_, **__: tensor
-    for kind in stock_converts:
-        kind.convert = convert
-    try:
-        with _read_in_order():
-            core_model_loading.convert_and_load_state_dict_in_model(
-                model,
-                {name: name for name in names},
-                modeling_utils.LoadStateDictConfig(weight_mapping=modeling_utils.get_model_conversion_mapping(model)),
-            )
-    finally:
-        core_model_loading.tqdm = stock_progress
-        core_model_loading.spawn_materialize = stock_spawn
-        for kind, stock in stock_converts.items():
-            kind.convert = stock
-        if before is _MISSING:
-            vars(model).pop("_weight_conversions", None)
-        else:
-            model._weight_conversions = before
+    with (
+        replaced(core_model_loading, tqdm=lambda each, **_: each),
+        replaced(core_model_loading, spawn_materialize=lambda _pool, tensor, *_, **__: tensor),
+        replaced(WeightConverter, convert=convert),
+        replaced(WeightRenaming, convert=convert),
+        replaced(model, _weight_conversions=None),  # which the call sets
+        patch_environment(**_IN_ORDER),
+    ):
+        core_model_loading.convert_and_load_state_dict_in_model(
+            model,
+            {name: name for name in names},
+            modeling_utils.LoadStateDictConfig(weight_mapping=modeling_utils.get_model_conversion_mapping(model)),
+        )
     return found
 
 
@@ -376,7 +345,7 @@ def _given_in_rows(
     for first in range(0, source.num_rows, rows_at_once):
         last = min(first + rows_at_once, source.num_rows)
         for name, result in run(source.rows(first, last)).items():
-            rows = result[0] if isinstance(result, list) else result
+            rows = _first(result)
             shape = torch.Size((source.num_rows, *rows.shape[1:]))
             if not take(name, shape, first, rows):
                 assert first == 0, f"{name} was refused after some of its rows were taken"
@@ -457,7 +426,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
 
         def run(tensors: dict[str, list[Tensor]]) -> list[Tensor]:
             results = _run(self, stock_convert, tensors, layer_name, *args, **kwargs)
-            return [tensor[0] if isinstance(tensor, list) else tensor for tensor in results.values()]
+            return [*map(_first, results.values())]
 
         shape_of = {id(tensor): tensor.to("meta") for tensor in every}  # a caller's tensors have values
         own = {id(shape_of[id(tensor)]): tensor for tensor in every}
@@ -466,7 +435,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
         conversion = _saving_conversion(self.operations, run, inputs, len(converted))
         forms: dict[str, Tensor] = {}
         for index, (name, tensor) in enumerate(converted.items()):
-            result = tensor[0] if isinstance(tensor, list) else tensor
+            result = _first(tensor)
             if id(result) in own:
                 forms[name] = own[id(result)]  # not converted
                 continue
@@ -483,13 +452,10 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             stock_save(tensors, filename, metadata=metadata)
 
     device_map = vars(model).pop("hf_device_map", None)  # transformers saves a dispatched model in another way
-    WeightConverter.convert = convert
-    modeling_utils.safe_save_file = save
     try:
-        yield made
+        with replaced(WeightConverter, convert=convert), replaced(modeling_utils, safe_save_file=save):
+            yield made
     finally:
-        WeightConverter.convert = stock_convert
-        modeling_utils.safe_save_file = stock_save
         if device_map is not None:
             model.hf_device_map = device_map
 

@@ -22,6 +22,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
+from hf_lohan.compat.patches import replaced
+
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """Attributes of Trainer with sums since the last log, which a checkpoint does not have."""
 CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
@@ -138,15 +140,8 @@ def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]
             kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), *patterns]
         return stock(*args, **kwargs)
 
-    had_own = "upload_folder" in vars(api)
-    api.upload_folder = upload_folder
-    try:
+    with replaced(api, upload_folder=upload_folder):
         yield
-    finally:
-        if had_own:
-            api.upload_folder = stock
-        else:
-            del api.upload_folder
 
 
 # Loading and saving.
@@ -185,11 +180,10 @@ def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
             config.dtype = dtype
         return stock(self, *args, **kwargs)
 
-    PreTrainedConfig.save_pretrained = save
     try:
-        yield
+        with replaced(PreTrainedConfig, save_pretrained=save):
+            yield
     finally:
-        PreTrainedConfig.save_pretrained = stock
         config.dtype = own
 
 
@@ -200,7 +194,6 @@ def saves_active_adapter(model: Any) -> bool:
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter was loaded from a checkpoint."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
@@ -227,7 +220,6 @@ def run_experts_by(experts: Iterable[nn.Module], name: str) -> None:
 
 
 def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the stock forward of all experts of a module."""
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hf_lohan.compat.patches import replaced
+
 MAKES_MODELS = "create_model_from_path"
 """TRL's function that takes a path, a model class or None, and keywords for `from_pretrained`."""
 ADDS_ADAPTERS = "get_peft_model"
@@ -47,10 +49,9 @@ def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callabl
     TRL's function, followed by its arguments."""
     with contextlib.ExitStack() as stack:
         for module in _modules_that_make_models(trainer_class):
-            for name, ours in ((MAKES_MODELS, make), (ADDS_ADAPTERS, adapt)):
-                stock = getattr(module, name)
-                stack.callback(setattr, module, name, stock)
-                setattr(module, name, partial(ours, stock))
+            ours = {MAKES_MODELS: make, ADDS_ADAPTERS: adapt}
+            by_stock = {name: partial(own, getattr(module, name)) for name, own in ours.items()}
+            stack.enter_context(replaced(module, **by_stock))
         yield
 
 
@@ -75,7 +76,6 @@ def generations(trainer: Any) -> Any:
 
 
 def restore_generations(trainer: Any, batches: Any) -> None:
-    """Have GRPO continue with these generations."""
     trainer._buffered_inputs = batches
 
 

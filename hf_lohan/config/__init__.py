@@ -15,6 +15,6 @@ from hf_lohan.config.offload_config import (
     offload_of_environment,
     setting_rows,
 )
-from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, Schedule
+from hf_lohan.config.tables import ExpertCachePolicy, LoadExperts, RankSettings, Schedule
 from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes
 from hf_lohan.costs.collectives import Collectives

@@ -15,34 +15,21 @@ from hf_lohan.config.offload_config import DEVICE_TENTHS, OffloadConfig, ram_of_
 from hf_lohan.config.values import AUTO, ConfigError, parse_bytes
 
 _GIB = 1 << 30
-_CARDS_GIB = {
-    "t4": 16,
-    "v100": 16,
-    "a10": 24,
-    "l4": 24,
-    "l40": 48,
-    "l40s": 48,
-    "a40": 48,
-    "a100": 40,
-    "h100": 80,
-    "h200": 141,
-    "b200": 180,
-    "rtx3060": 12,
-    "rtx3090": 24,
-    "rtx4060": 8,
-    "rtx4070": 12,
-    "rtx4080": 16,
-    "rtx4090": 24,
-    "rtx5070": 12,
-    "rtx5080": 16,
-    "rtx5090": 32,
-    "rtxa4000": 16,
-    "rtxa5000": 24,
-    "rtxa6000": 48,
-    "rtx6000ada": 48,
-    "rtxpro6000": 96,
+_CARDS_BY_GIB = {
+    8: "rtx4060",
+    12: "rtx3060 rtx4070 rtx5070",
+    16: "rtx4080 rtx5080 rtxa4000 t4 v100",
+    24: "a10 l4 rtx3090 rtx4090 rtxa5000",
+    32: "rtx5090",
+    40: "a100",
+    48: "a40 l40 l40s rtx6000ada rtxa6000",
+    80: "h100",
+    96: "rtxpro6000",
+    141: "h200",
+    180: "b200",
 }
-"""Memory of each card, in GiB. If a name has variants, it is the smallest memory."""
+"""Names of cards by their memory in GiB. If a name has variants, it is the smallest memory."""
+_CARDS_GIB = {name: gib for gib, names in _CARDS_BY_GIB.items() for name in names.split()}
 _ON_CPU = ("none", "cpu")
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")
 _SIZE = re.compile(r"\d+(?:\.\d+)?\s*g(?:i?b)?\b", re.IGNORECASE)

@@ -25,14 +25,13 @@ from hf_lohan.config.values import (
     AUTO,
     ConfigError,
     SsdPath,
-    check_count,
     check_flag,
-    check_flag_or_auto,
     check_interval,
     check_number,
     check_quantize,
     check_size,
     check_ssd,
+    or_auto,
     read_yaml,
     refuse_unknown_keys,
 )
@@ -78,7 +77,7 @@ class FreeResources:
     device_memory_bytes: int
     num_cpus: int
     default_ssd_path: str
-    memory_is_host: bool
+    memory_is_host: bool = True
     """Whether the device computes in host memory."""
 
     def slots_bytes(self, config: OffloadConfig) -> int:
@@ -111,9 +110,9 @@ class OffloadConfig:
     cpu_memory: int | Literal["auto"] = setting(
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
-    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory. It
-    is less if otherwise less than 6 GiB would stay free for other things, such as workers of the data loader, but at
-    least 60%. It is always 60% if the device computes in host memory."""
+    """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
+    less so that 6 GiB stay free for other things, such as workers of the data loader, but never less than 60%. If the
+    device computes in host memory, "auto" is 60%."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
         AUTO, check_ssd, here=lambda config, free: config.ssd_paths(free.default_ssd_path)
@@ -160,7 +159,7 @@ class OffloadConfig:
     chunks: ChunkSettings = table(ChunkSettings)
     """Computes layers and the loss for some tokens at a time, so that long rows fit. Only the order of sums changes."""
 
-    vertical_micro_batches: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
+    vertical_micro_batches: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether gradient accumulation runs all micro-batches of a step through a block before the next block, so that
     weights move once per step. The activations of all micro-batches exist at once. With "auto", Trainer does so if the
     plan predicts a shorter step and no number changes. Otherwise the log says why."""
@@ -193,16 +192,16 @@ class OffloadConfig:
     max_skipped_steps: int = setting(5, check_number)
     """A step with gradients that are not finite is skipped. The run ends after this many skipped steps in a row."""
 
-    prefetch_blocks: int | Literal["auto"] = setting(AUTO, check_count, here=lambda *_: 2)
+    prefetch_blocks: int | Literal["auto"] = setting(AUTO, or_auto(check_number), here=lambda *_: 2)
     """Number of blocks that are read ahead of the computing block; "auto" is 2."""
 
     cpu_threads: int | Literal["auto"] = setting(
-        AUTO, partial(check_count, most=_MAX_CPU_THREADS), here=lambda _, free: max(1, free.num_cpus)
+        AUTO, or_auto(partial(check_number, most=_MAX_CPU_THREADS)), here=lambda _, free: max(1, free.num_cpus)
     )
     """Number of threads for arithmetic on the CPU, such as the optimizer. "auto" is one for each CPU, whatever
     OMP_NUM_THREADS is. If the model computes on the CPU, the order of its sums depends on this number, as in torch."""
 
-    gpu_direct: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
+    gpu_direct: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether weights and swapped activations move between the SSDs and the GPU without passing through host memory
     (GPUDirect Storage). "auto" does so if a trial reads and writes faster than through host memory. With true, the run
     ends if the machine does not support it. It needs a data-center or professional GPU, not a GeForce, and nvidia-fs or
@@ -325,33 +324,18 @@ class OffloadConfig:
             )
         return replace(self, **changes)
 
-    def resolve(
-        self,
-        *,
-        host_memory_bytes: int,
-        device_memory_bytes: int,
-        num_cpus: int,
-        default_ssd_path: str,
-        memory_is_host: bool = True,
-        memory_limit_bytes: int | None = None,
-    ) -> ResolvedConfig:
+    def resolve(self, *, memory_limit_bytes: int | None = None, **free_resources: Any) -> ResolvedConfig:
         """Replace each "auto" that depends on the machine, and return the config. SSD capacities may stay "auto".
-        ``memory_limit_bytes`` is the most host memory that a rank can have, or None for no limit. Raises ConfigError if
-        `cpu_memory` is larger."""
+        ``memory_limit_bytes`` is the most host memory that a rank can have, or None for no limit. ``free_resources``
+        are the fields of `FreeResources`. Raises ConfigError if `cpu_memory` is larger than the limit."""
+        free = FreeResources(**free_resources)
         if memory_limit_bytes is not None and self.cpu_memory != AUTO and self.cpu_memory > memory_limit_bytes:
-            most = ram_of_auto(memory_limit_bytes, memory_is_host=memory_is_host)
+            most = ram_of_auto(memory_limit_bytes, memory_is_host=free.memory_is_host)
             raise ConfigError(
                 f"cpu_memory: {format_bytes(self.cpu_memory)} is more than the {format_bytes(memory_limit_bytes)} that "
                 f"the container or job allows each rank; set cpu_memory to at most {most} ({format_bytes(most)}) or to "
                 "auto, or raise the limit"
             )
-        free = FreeResources(
-            host_memory_bytes=host_memory_bytes,
-            device_memory_bytes=device_memory_bytes,
-            num_cpus=num_cpus,
-            default_ssd_path=default_ssd_path,
-            memory_is_host=memory_is_host,
-        )
         values: dict[str, Any] = {}
         for own in fields(OffloadConfig):
             value, here = getattr(self, own.name), own.metadata["here"]
@@ -359,7 +343,7 @@ class OffloadConfig:
         threads, piece_bytes = self.switches.io_threads, self.switches.io_piece_bytes
         return ResolvedConfig(
             **values,
-            io_threads=max(2, min(8, num_cpus)) if threads == AUTO else threads,
+            io_threads=max(2, min(8, free.num_cpus)) if threads == AUTO else threads,
             io_piece_bytes=_IO_PIECE_BYTES if piece_bytes == AUTO else piece_bytes,
         )
 
@@ -405,7 +389,7 @@ class ResolvedConfig(OffloadConfig):
     io_threads: int
     io_piece_bytes: int
 
-    def resolve(self, **free: Any) -> ResolvedConfig:
+    def resolve(self, **resources: Any) -> ResolvedConfig:
         """Return this config, because it is already resolved."""
         return self
 

@@ -13,12 +13,12 @@ from hf_lohan.config.values import (
     check_choice,
     check_chunk,
     check_collectives,
-    check_count,
-    check_flag_or_auto,
+    check_flag,
     check_number,
     check_piece_size,
     check_seconds,
     check_share,
+    or_auto,
     refuse_unknown_keys,
 )
 from hf_lohan.costs.collectives import ANY_EXACT_WAY, Collectives
@@ -126,12 +126,11 @@ class ExpertSettings(SettingTable):
 
     balance: int | Literal["auto"] | Literal[False] = setting(AUTO, partial(check_chunk, unit="rows"))
     """Whether ranks of a machine compute rows of tokens for each other's experts (`experts.parallel`), so that all
-    ranks compute about equally many rows. Only training with several ranks on a machine uses it. The expert's weights
-    must then be sent to the other rank. So a number is the minimum of rows, of one rank for one expert, that are
-    computed on a rank that does not own the expert. It changes no result. false computes all rows on the owner. "auto"
-    is false."""
+    ranks compute about equally many rows. Only training with several ranks on a machine uses it. A number is a
+    threshold: if a rank has fewer rows for an expert, the owner computes them, because another rank would need the
+    expert's weights. It changes no result. false computes all rows on the owner. "auto" is false."""
 
-    lazy: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
+    lazy: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
     by at most 5 steps. The result is bitwise equal. The expert and its moments are not read or written until then.
     "auto" delays updates while at least a fifth of the experts received no tokens in the last steps, because otherwise
@@ -147,7 +146,7 @@ class ExpertSettings(SettingTable):
 class ChunkSettings(SettingTable):
     NAME = "chunks"
 
-    loss: bool | Literal["auto"] = setting(AUTO, check_flag_or_auto)
+    loss: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
     if they would take more than a sixteenth of `gpu_memory`."""
 
@@ -179,7 +178,7 @@ class RankSettings(SettingTable):
     without decoding. "nccl" needs several GPUs in a machine that reach each other's memory, and is refused otherwise.
     It has not been run on GPUs yet, so "auto" is "host". No number depends on it."""
 
-    timeout: int | float | Literal["auto"] = setting(AUTO, check_seconds)
+    timeout: int | float | Literal["auto"] = setting(AUTO, or_auto(check_seconds))
     """Seconds to wait for a rank before it counts as lost. "auto" is ten times the slowest step so far, but at least
     120 seconds."""
 
@@ -219,7 +218,7 @@ class Switches(SettingTable):
     """How updates wait for the norm with `max_grad_norm`. "defer" updates during the next forward. "speculate" updates
     in backward, and repeats the updates if the norm clips. "auto" measures both."""
 
-    parked: float | Literal["auto"] = setting(AUTO, check_share)
+    parked: float | Literal["auto"] = setting(AUTO, or_auto(check_share))
     """Fraction of the updates in backward that are postponed to the next forward, and applied before their blocks are
     used. With "auto" the plan chooses it."""
 
@@ -230,7 +229,7 @@ class Switches(SettingTable):
     resident_records: ResidentRecords = setting(AUTO, choice(ResidentRecords))
     """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with those read most."""
 
-    io_threads: int | Literal["auto"] = setting(AUTO, partial(check_count, most=_MAX_IO_THREADS))
+    io_threads: int | Literal["auto"] = setting(AUTO, or_auto(partial(check_number, most=_MAX_IO_THREADS)))
     """Number of threads that read and write the store. "auto" is one for each CPU, at least 2 and at most 8."""
 
     io_piece_bytes: int | Literal["auto"] = setting(AUTO, check_piece_size)

@@ -6,10 +6,10 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -18,6 +18,7 @@ from hf_lohan.costs.quantization import Quantization
 from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
+Checked = TypeVar("Checked")
 _SECTOR_BYTES = 4096
 """O_DIRECT transfers whole sectors, so a budget or an I/O piece has at least one sector."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -137,14 +138,20 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
     return num_bytes
 
 
-def check_count(name: str, value: object, *, most: int = _MAX_NUMBER) -> int | Literal["auto"]:
-    """Return ``value`` if it is "auto" or a whole number from 1 to ``most``. Raises ConfigError if not."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return check_number(name, value, most=most)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or 'auto'") from None
+def or_auto(
+    check: Callable[[str, object], Checked], words: str = ", or 'auto'"
+) -> Callable[[str, object], Checked | Literal["auto"]]:
+    """Return a check that takes "auto" and what ``check`` takes. ``words`` end the error for other values."""
+
+    def check_or_auto(name: str, value: object) -> Checked | Literal["auto"]:
+        if value == AUTO:
+            return AUTO
+        try:
+            return check(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{words}") from None
+
+    return check_or_auto
 
 
 def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
@@ -160,14 +167,7 @@ def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
 
 def check_chunk(name: str, value: object, *, unit: str = "tokens") -> int | Literal["auto", False]:
     """Return ``value`` if it is "auto", False or a whole number of ``unit``. Raises ConfigError if not."""
-    if value is False:
-        return False
-    if value == "auto":
-        return "auto"
-    try:
-        return check_number(name, value)
-    except ConfigError as error:
-        raise ConfigError(f"{error} ({unit}), auto or false") from None
+    return False if value is False else or_auto(check_number, f" ({unit}), auto or false")(name, value)
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")
@@ -176,14 +176,9 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 def check_interval(name: str, value: object) -> int | str:
     """Return ``value`` if it is a number of steps, a time such as "10min", or "auto". Raises ConfigError if not."""
-    if value == AUTO:
-        return AUTO
     if isinstance(value, str) and interval_s(value):
         return value
-    try:
-        return check_number(name, value)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (steps), a time such as '30s', '10min' or '1h', or 'auto'") from None
+    return or_auto(check_number, " (steps), a time such as '30s', '10min' or '1h', or 'auto'")(name, value)
 
 
 def interval_s(value: int | str) -> float | None:
@@ -192,38 +187,22 @@ def interval_s(value: int | str) -> float | None:
     return float(found[1]) * _SECONDS[found[2]] or None if found else None
 
 
-def check_seconds(name: str, value: object) -> int | float | Literal["auto"]:
-    """Return ``value`` if it is a number of seconds above 0, or "auto". Raises ConfigError if not."""
-    if value == AUTO:
-        return AUTO
+def check_seconds(name: str, value: object) -> int | float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return value
-    raise ConfigError(f"{name}: {value!r} is not allowed; give a number of seconds above 0, or 'auto'")
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a number of seconds above 0")
 
 
-def check_share(name: str, value: object) -> float | Literal["auto"]:
-    """Return ``value`` if it is a number from 0 to 1, or "auto". Raises ConfigError if not."""
-    if value == AUTO:
-        return AUTO
+def check_share(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
-    raise ConfigError(f"{name}: {value!r} is not allowed; give a number from 0 to 1, or 'auto'")
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a number from 0 to 1")
 
 
 def check_flag(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{name}: {value!r} is not allowed; give true or false")
-
-
-def check_flag_or_auto(name: str, value: object) -> bool | Literal["auto"]:
-    """Return ``value`` if it is True, False or "auto". Raises ConfigError if not."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return check_flag(name, value)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or 'auto'") from None
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:

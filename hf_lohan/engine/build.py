@@ -26,19 +26,18 @@ from hf_lohan.engine.ranks import agreed_decision, longest_on_any_rank, open_pee
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     AllHere,
+    CachePolicy,
     ComputeExpert,
     ExpertCache,
     ExpertLoader,
     ExpertParts,
     ExpertPlaces,
     HostNumbers,
-    LayerAndExpertLoaders,
     Lending,
     NextRouter,
     OneOwnerEach,
     StreamedExperts,
     find_routers,
-    make_policy,
 )
 from hf_lohan.model import Block, Chunk, ParamSlice, experts_by_rank
 from hf_lohan.planning import OffloadLayout
@@ -62,7 +61,6 @@ from hf_lohan.weights import (
     BlockLoader,
     Decoder,
     LayerLoader,
-    Loads,
     LocalWeights,
     NodeShards,
     RankLoader,
@@ -231,10 +229,9 @@ class Loaders:
     """The loaders that load blocks to the slots."""
 
     layers: BlockLoader
+    """Begins and ends the passes of both loaders."""
     experts: ExpertLoader | None
     """None if experts are loaded with their layer."""
-    prefetcher: Loads
-    """The interface to all loaders."""
     expert_places: ExpertPlaces
 
 
@@ -248,7 +245,8 @@ def build_loaders(
     places = _expert_places(layout, tiers, config)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, updates.pipeline)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.experts.cache)
-    return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers, places)
+    layers.beside = experts
+    return Loaders(layers, experts, places)
 
 
 def _expert_places(layout: OffloadLayout, tiers: Tiers, config: ResolvedConfig) -> ExpertPlaces:
@@ -340,9 +338,8 @@ def _expert_loader(
 
     if room is None or policy == "off":
         return ExpertLoader(ring, source, layers, lambda block: _is_in_ram(block, tiers), own=is_own)
-    cache = ExpertCache(
-        tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
-    )
+    kept = CachePolicy[Block](room.num_experts, policy)
+    cache = ExpertCache(tiers.device, source, kept, room.bytes_of_each, ring.version_of)
     return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass, own=is_own)
 
 
@@ -432,10 +429,11 @@ def build_pass_parts(
     return PassParts(
         device=tiers.device,
         ring=ring,
-        prefetcher=loaders.prefetcher,
+        prefetcher=loaders.layers,
         arrivals=updates.arrivals,
         activations=activations,
         step=updates.step,
+        pipeline=updates.pipeline,
         commits=updates.commits,
         groups=updates.groups,
         plan=plan,

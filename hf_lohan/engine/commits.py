@@ -174,7 +174,7 @@ class StepCommits:
         self._began_s = now_s
         self.is_due = self._decide(self._interval, self._steps_since + 1, now_s - self._asked_s, step_s)
         keeps_new = not self.is_due
-        self._run_between_updates(lambda: self._store.keep_new_in_ram(keeps_new))
+        self._run_between_updates(lambda: self._store.ram.keep_new(keeps_new))
 
     @property
     def has_more(self) -> bool:

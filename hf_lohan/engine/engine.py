@@ -75,11 +75,12 @@ class OffloadEngine:
         self._groups, self._pipeline, self._step = updates.groups, updates.pipeline, updates.step
         self._block_of, self.clip_history = updates.block_of, updates.clip_history
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self._optimizer: OffloadOptimizer | None = None
+        self.optimizer: OffloadOptimizer | None = None
+        """The optimizer whose hyperparameters the updates use."""
         self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, tiers.links)
         self.embedding_rows = build_embedding_rows(layout, tiers, self._ring, updates)
         loaders = build_loaders(layout, tiers, config, self._ring, updates)
-        self.expert_loader, self._prefetcher = loaders.experts, loaders.prefetcher
+        self.expert_loader, self._prefetcher = loaders.experts, loaders.layers
         self._expert_places = loaders.expert_places
         self._plan, self.activations = build_plan(model, layout, tiers, config, events, updates, loaders)
         self.planned_memory = self._plan.memory
@@ -87,6 +88,7 @@ class OffloadEngine:
             tiers, self._ring, events, updates, loaders, self._plan, self.activations, self._lifetime
         )
         self._pass = ModelPass(parts)
+        self.clock = self._pass.clock
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
         self.experts = build_streamed_experts(
             model, self._ring, loaders, layout, compute_expert, self._hooks.current_forward_pass
@@ -171,24 +173,19 @@ class OffloadEngine:
 
     # Steps.
 
-    @property
-    def optimizer(self) -> OffloadOptimizer | None:
-        """The optimizer whose hyperparameters the updates use."""
-        return self._optimizer
-
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None:
         """Use the hyperparameters of ``optimizer``, which starts with zero moments. Raises ValueError if its groups do
         not fit the store."""
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             self.wait_for_updates()  # running updates belong to the earlier optimizer and count as its steps
         self._groups.bind_optimizer(optimizer)
         check_equal_groups(self._groups, self.links)
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
                 for kind in self._block_of[part].master.moment_kinds:
                     self._parameters.write_state(part.name, kind, Zeros())
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def rounding_seed(self) -> int | None:
         """Return the seed with which updates round weights: the seed of rank 0's generator. Returns None if no update
@@ -218,7 +215,7 @@ class OffloadEngine:
             self.commits.keep_what_was_loaded()
             result = self._step.finish_step(group_of)
         self._prefetcher.foresee_pass(is_training=True)
-        self._pass.clock.end_step()
+        self.clock.end_step()
         self.commits.end_step()
         self.tiers.codecs.end_step()
         self._plan.end_step()
@@ -288,16 +285,6 @@ class OffloadEngine:
         self._pass.recover()
         self._step.abandon_gradients(to_none=to_none)
         self._ring.moved_gradients.clear()
-
-    @property
-    def last_forward_s(self) -> float:
-        """Seconds of the last step's forwards, as measured by the computing thread."""
-        return self._pass.clock.last_forward_s
-
-    @property
-    def last_backward_s(self) -> float:
-        """Seconds of the last step's backwards, as measured by the computing thread."""
-        return self._pass.clock.last_backward_s
 
     @property
     def parameter_slices(self) -> list[ParamSlice]:

@@ -28,7 +28,7 @@ class Lifetime:
     def __init__(self) -> None:
         self._owner = Owner()
         self._has_begun = False
-        self._is_over = False
+        self.is_over = False
 
     def close_at_exit(self, engine: ClosableEngine) -> None:
         """Close the complete engine at the interpreter's exit. A thread that runs in torch at exit would abort the
@@ -41,14 +41,10 @@ class Lifetime:
         """Whether this is a forked child."""
         return not self._owner.is_here
 
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
     def end_life(self) -> bool:
         """End the lifetime, and return whether the caller must close the engine."""
-        has_to_close = not (self._is_over or self.is_forked)
-        self._is_over = True
+        has_to_close = not (self.is_over or self.is_forked)
+        self.is_over = True
         return has_to_close
 
     def check(self) -> None:
@@ -61,7 +57,7 @@ class Lifetime:
 
     def end_unowned(self, engine: ClosableEngine) -> None:
         """Close the engine on a new thread, for `__del__`, whose thread may hold any lock."""
-        if not self._has_begun or self._is_over or self.is_forked or sys.is_finalizing():
+        if not self._has_begun or self.is_over or self.is_forked or sys.is_finalizing():
             return
         with contextlib.suppress(RuntimeError):  # the interpreter is exiting, and closes the engine
             threading.Thread(target=_close, args=(engine,), name=_CLOSING).start()

@@ -125,15 +125,6 @@ class ModelHooks:
         self._forward_pass.end_model(is_whole=output is not None)
 
     def _on_module_forward(self, blocks: tuple[Block, ...], _module: nn.Module, _args: Any) -> None:
-        self._before(blocks)
-
-    def _on_module_output(
-        self, layer: int | None, blocks: tuple[Block, ...], _module: nn.Module, _args: Any, output: Any
-    ) -> Any:
-        output = self._after_outer(blocks, output)
-        return output if layer is None else self._after_layer(layer, blocks, output)
-
-    def _before(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is PassPhase.BACKWARD:
             # Before transformers 5.23, recomputation calls layer hooks again. The blocks are already present then.
             self._before_backward(blocks)
@@ -148,7 +139,9 @@ class ModelHooks:
         if blocks:
             self._pass.spans.begin_span("forward", blocks[0])
 
-    def _after_outer(self, blocks: tuple[Block, ...], output: Any) -> Any:
+    def _on_module_output(
+        self, layer: int | None, blocks: tuple[Block, ...], _module: nn.Module, _args: Any, output: Any
+    ) -> Any:
         if self._pass.phase is PassPhase.BACKWARD:
             return output
         self._pass.spans.end_span()
@@ -158,7 +151,7 @@ class ModelHooks:
             output = self._copy_views(output, block)
 
         self._forward_pass.leave(blocks, copy_views)
-        return output
+        return output if layer is None else self._after_layer(layer, blocks, output)
 
     def _copy_views(self, output: Any, block: Block) -> Any:
         """Return a module's output with copies of views of the block. Raises ValueError if the module has kept these
@@ -173,8 +166,6 @@ class ModelHooks:
         return ring.copy_views(output, (block,))
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
-        if self._pass.phase is PassPhase.BACKWARD:
-            return output
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(_without_reference(self._before_backward), blocks))

@@ -23,8 +23,15 @@ from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
-from hf_lohan.updates import BackwardContext, GradientArrivals, ParamGroups, StepTransaction, WeightSlots
-from hf_lohan.weights import BlocksInUse, Loads, Slot, SlotRing
+from hf_lohan.updates import (
+    BackwardContext,
+    GradientArrivals,
+    GradientPipeline,
+    ParamGroups,
+    StepTransaction,
+    WeightSlots,
+)
+from hf_lohan.weights import BlockLoader, BlocksInUse, Slot, SlotRing
 
 
 class PassPhase(enum.Enum):
@@ -45,10 +52,11 @@ class PassParts:
 
     device: Device
     ring: SlotRing
-    prefetcher: Loads
+    prefetcher: BlockLoader
     arrivals: GradientArrivals
     activations: ActivationTiers
     step: StepTransaction
+    pipeline: GradientPipeline
     commits: StepCommits
     groups: ParamGroups
     plan: FollowedPlan
@@ -61,7 +69,7 @@ class PassParts:
 
 
 class StepClock:
-    """Seconds of compute, summed over a step."""
+    """Seconds of compute, summed over a step, as measured by the computing thread."""
 
     def __init__(self) -> None:
         self.forward_s = 0.0
@@ -152,7 +160,7 @@ class ModelPass:
         self.in_use = BlocksInUse(parts.ring, parts.prefetcher)
         self.spans = ComputeSpans(parts.device, parts.block_began)
         self._saving: AbstractContextManager[Any] | None = None
-        self._phase = PassPhase.IDLE
+        self.phase = PassPhase.IDLE
         self._loads_before_gradient: dict[Block, int] = {}
         self._is_running = False
         self._awaits_backward = False
@@ -160,10 +168,6 @@ class ModelPass:
         self._is_announced_final = True
         self._is_final = False
         self._used = UsedBlocks()
-
-    @property
-    def phase(self) -> PassPhase:
-        return self._phase
 
     @property
     def is_running(self) -> bool:
@@ -188,17 +192,17 @@ class ModelPass:
 
     def _recover_if_broken(self) -> None:
         """Drop the step's gradients if a backward failed, because their sum is incomplete."""
-        if self._phase is PassPhase.IDLE:
+        if self.phase is PassPhase.IDLE:
             return
         self.end_saving()  # after an interrupt, torch does not even run hooks with `always_call`
         self.spans.end_span()
         self.in_use.release_all()
         self._parts.arrivals.abandon_backward()
         self._parts.prefetcher.cancel_pass()
-        if self._phase is not PassPhase.FORWARD:
+        if self.phase is not PassPhase.FORWARD:
             self._parts.step.abandon_broken()
         # This comes last, so that the method runs again if an interrupt ends it.
-        self._phase = PassPhase.IDLE
+        self.phase = PassPhase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None
         self._loads_before_gradient.clear()
@@ -216,7 +220,7 @@ class ModelPass:
             self._parts.plan.begin_step()
         else:
             self._parts.plan.begin_evaluation()
-        self._phase = PassPhase.FORWARD
+        self.phase = PassPhase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
         self.clock.begin_pass()
         self._parts.prefetcher.begin_pass(is_training=is_training)
@@ -245,7 +249,7 @@ class ModelPass:
         """End the forwards."""
         self._is_running, self._awaits_backward = False, is_training
         self.spans.end_span()
-        self._phase = PassPhase.BETWEEN if self._phase is PassPhase.FORWARD_WITH_HEADS else PassPhase.IDLE
+        self.phase = PassPhase.BETWEEN if self.phase is PassPhase.FORWARD_WITH_HEADS else PassPhase.IDLE
         if is_training:
             self._parts.activations.expect_backward()
             self.clock.end_forward()
@@ -260,24 +264,24 @@ class ModelPass:
 
     def begin_head(self) -> None:
         """Begin or continue the backward of a head while other forwards run."""
-        if self._phase is not PassPhase.FORWARD_WITH_HEADS:
+        if self.phase is not PassPhase.FORWARD_WITH_HEADS:
             self._begin_gradients()
-        self._phase = PassPhase.FORWARD_WITH_HEADS
+        self.phase = PassPhase.FORWARD_WITH_HEADS
 
     def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
         """Begin or continue a backward. ``before_end`` sends the last gradients."""
-        if self._phase is PassPhase.BACKWARD:
+        if self.phase is PassPhase.BACKWARD:
             return
         if self._changed is not None:
             raise RuntimeError(
                 f"{self._changed} was changed between a forward and its backward, which needs the old values; change "
                 "weights after step()"
             )
-        had_heads = self._phase is PassPhase.BETWEEN
+        had_heads = self.phase is PassPhase.BETWEEN
         if not had_heads:
             self._begin_gradients()
         self._awaits_backward = False
-        self._phase = PassPhase.BACKWARD
+        self.phase = PassPhase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()
         if self._is_final:
@@ -313,9 +317,9 @@ class ModelPass:
         parts = self._parts
         self._drop_forgotten()
         parts.step.begin_backward()
-        if parts.step.updates_in_backward:
+        if parts.pipeline.updates_in_backward:
             parts.commits.keep_what_was_loaded()
-        if not parts.step.has_begun_updates:
+        if not parts.pipeline.has_begun_updates:
             parts.groups.note_settings()
         self._is_final = self._is_announced_final and parts.is_final_backward()
         parts.arrivals.begin_backward(BackwardContext(is_final=self._is_final, slots=parts.slots))
@@ -357,7 +361,7 @@ class ModelPass:
         self._used.end_backward()
         self.in_use.release_all()
         self._parts.activations.end_backward()
-        self._phase = PassPhase.IDLE
+        self.phase = PassPhase.IDLE
         self._loads_before_gradient.clear()
         self.clock.end_backward()
         self._parts.prefetcher.end_pass()

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from hf_lohan.engine.commits import has_steps
 from hf_lohan.files import Extent, ForeignStoreError
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim.precision import decode_master_
-from hf_lohan.quantize import PackedForm, WeightPacker
+from hf_lohan.quantize import PackedForm, Packer
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords, master_pieces, read_masters, round_anew, write_masters
@@ -32,11 +32,8 @@ class Sliceable(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
-class Residuals(Protocol):
-    """The residuals (int16) of a parameter's masters."""
-
-    def __call__(self, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
-        """Return the residuals of elements [start, stop), and the positions (int64) of ties among them."""
+Residuals: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Returns the residuals (int16) of elements [start, stop) of a parameter, and the positions (int64) of their ties."""
 
 
 class Zeros:
@@ -96,7 +93,7 @@ class ParameterAccess:
         ``keeps_steps_in``: the store's folder, if writes may not change frozen weights of its committed steps."""
         self._packs = packs
         self._keeps_steps_in = keeps_steps_in
-        self._packers: dict[ParamSlice, WeightPacker] = {}
+        self._packers: dict[ParamSlice, Packer] = {}
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
@@ -164,13 +161,12 @@ class ParameterAccess:
                     self._pack(block, part, begin - part.first, values)
                 else:
                     self._check_unchanged(name, begin, values, part.packed)
-            elif begin < end:
+        for block, part, low, high, begin in self._own_parts(name, first, last):
+            if part.packed is None:
+                own = flat[begin - first : begin - first + high - low]
                 with self._buffers(3 if block.master.has_residual else 2) as buffers:
-                    offset = part.start + begin - part.first
-                    low, high = self._own_range(block, offset, offset + end - begin)
-                    before = begin - first + low - offset
                     for start, stop in self._pieces(high - low, block.master.working_dtype):
-                        self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
+                        self._write_piece(block, part, low + start, own[start:stop], buffers)
 
     def takes_rows(self, name: str) -> bool:
         """Whether a weight may be written some rows at a time."""

@@ -133,7 +133,7 @@ class PlannedMemory:
             self._tiers.links.fail(error)
             raise
         names = [(record.block, record.kind) for record in self.layout.resident_records]
-        self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
+        self._tiers.store.ram.allocate_copies(names, self._tiers.device.host_empty)
         self._has_copies = True
         if names:
             logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))
@@ -203,10 +203,8 @@ class PlannedMemory:
 
     def _grow_ssd(self, num_bytes: int) -> None:
         swapper = self._activations.swapper
-        if num_bytes > swapper.ssd_bytes and not swapper.ssd_bytes_in_use:
-            self._allocate_ssd(num_bytes)
-
-    def _allocate_ssd(self, num_bytes: int) -> None:
+        if num_bytes <= swapper.ssd_bytes or swapper.ssd_bytes_in_use:
+            return
         if self.layout.activation_staging_bytes < GRANULE_NUMEL:
             self._do_without_ssd("cpu_memory leaves no buffers to swap activations to the SSD")
             return
@@ -228,7 +226,7 @@ class PlannedMemory:
             buffer_bytes=self.layout.activation_staging_bytes,
         )
         files.use_device(self._tiers.direct.hasher)
-        self._activations.swapper.use_ssd(files, self._staging, numel, self._tiers.direct.hasher)
+        swapper.use_ssd(files, self._staging, numel, self._tiers.direct.hasher)
 
     def _leave_ssd(self) -> None:
         if self._spill_files is not None:

@@ -72,16 +72,6 @@ class Tiers:
         """Largest number of bytes of all host pools that were in use at once."""
         return sum(pool.high_water_bytes for pool in self.pools)
 
-    @property
-    def store_bytes(self) -> int:
-        """Size of the files that remain after the run."""
-        return self.store.size_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Size of the files for spilled gradients and activations, which are removed after the run."""
-        return self.store.scratch_bytes
-
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
@@ -180,9 +170,9 @@ def _log_tiers(layout: OffloadLayout, tiers: Tiers) -> None:
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),
-        format_bytes(tiers.store_bytes),
+        format_bytes(tiers.store.size_bytes),
         tiers.store.durability,
-        format_bytes(tiers.scratch_bytes),
+        format_bytes(tiers.store.scratch_bytes),
         ", ".join(path.path for path in tiers.store.paths),
         format_bytes(plan.cpu_pool_bytes),
         plan.chunk_numel,

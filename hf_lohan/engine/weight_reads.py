@@ -63,8 +63,9 @@ class WeightReads:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
             if block.size_class is SizeClass.EXPERT and block.state_numel:
-                self.moved_gradients.expect_beside_autograd()
-        self._gathering = Gathering(self._place, parts, model_pass, access, wait_for_updates, links)
+                self.moved_gradients.are_beside_autograd = True
+        self._links = links
+        self._gathered: set[nn.Parameter] = set()
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         block, part = self._place[weight_view.parameter]
@@ -73,9 +74,6 @@ class WeightReads:
 
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         raise RuntimeError(weight_refusal("copy.deepcopy"))
-
-    def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-        return self._gathering.gather_parameters(parameters)
 
     def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> Tensor | None:
         block, part = self._place[table]
@@ -146,61 +144,7 @@ class WeightReads:
             self._parts.ring.stand_ins.add_copy(copy, block, part)
         return copy
 
-
-class _OperationWeights:
-    """The `BorrowedWeights` of one operation."""
-
-    def __init__(self, parts: PassParts) -> None:
-        self._parts = parts
-        self._weights: dict[nn.Parameter, Tensor] = {}
-        self.blocks: set[Block] = set()
-        """Blocks that are in slots for this operation."""
-
-    def add_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
-        self._weights[parameter] = weight
-
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        weight = self._weights[parameter]
-        if weight.requires_grad or not (parameter.requires_grad and torch.is_grad_enabled()):
-            return weight
-        copied: Tensor = _Copied.apply(parameter, weight)  # type: ignore[no-untyped-call]
-        return copied
-
-    def copy_views(self, output: Any) -> Any:
-        return self._parts.ring.copy_views(output, self.blocks) if self.blocks else output
-
-
-class _Copied(torch.autograd.Function):
-    """Returns ``copy`` in place of a parameter, and passes its gradient to the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class Gathering:
-    """Lets ordinary code change weights in a store, a few parameters at a time."""
-
-    def __init__(
-        self,
-        place: Mapping[nn.Parameter, tuple[Block, ParamSlice]],
-        parts: PassParts,
-        model_pass: ModelPass,
-        access: ParameterAccess,
-        wait_for_updates: Callable[[], None],
-        links: Links,
-    ) -> None:
-        self._place = place
-        self._links = links
-        self._parts = parts
-        self._pass = model_pass
-        self._access = access
-        self._wait_for_updates = wait_for_updates
-        self._gathered: set[nn.Parameter] = set()
+    # Changes of weights by ordinary code, a few parameters at a time.
 
     @contextlib.contextmanager
     def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -290,6 +234,41 @@ class Gathering:
         self._access.write_parameter(part.name, parameter.data)
         self._parts.ring.end_step([block for block, _ in self._access.parts[part.name]], WeightChange.WRITE)
         self._pass.note_changed_weight(part.name)
+
+
+class _OperationWeights:
+    """The `BorrowedWeights` of one operation."""
+
+    def __init__(self, parts: PassParts) -> None:
+        self._parts = parts
+        self._weights: dict[nn.Parameter, Tensor] = {}
+        self.blocks: set[Block] = set()
+        """Blocks that are in slots for this operation."""
+
+    def add_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        self._weights[parameter] = weight
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        weight = self._weights[parameter]
+        if weight.requires_grad or not (parameter.requires_grad and torch.is_grad_enabled()):
+            return weight
+        copied: Tensor = _Copied.apply(parameter, weight)  # type: ignore[no-untyped-call]
+        return copied
+
+    def copy_views(self, output: Any) -> Any:
+        return self._parts.ring.copy_views(output, self.blocks) if self.blocks else output
+
+
+class _Copied(torch.autograd.Function):
+    """Returns ``copy`` in place of a parameter, and passes its gradient to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def _hash_of(weights: Tensor) -> int:

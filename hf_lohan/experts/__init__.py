@@ -14,9 +14,9 @@ call to the ranks that own their experts. If ranks of a node balance their rows,
 (`lent_experts`).
 """
 
-from hf_lohan.experts.cache_policies import make_policy
+from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.experts.expert_cache import ExpertCache
-from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
+from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_ranks import AllHere, BalancedRows, ExpertPlaces, OneOwnerEach
 from hf_lohan.experts.lent_experts import Lending
 from hf_lohan.experts.next_router import NextRouter, find_routers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.model import Block
-from hf_lohan.updates import DeliveryListener
+from hf_lohan.updates import OnDelivered
 from hf_lohan.weights import LocalWeights, Slot
 
 
@@ -38,7 +38,7 @@ class ExpertCache:
         self,
         device: Device,
         source: LocalWeights,
-        policy: CachePolicy[Hashable],
+        policy: CachePolicy[Block],
         entry_bytes: int,
         version_of: Callable[[Block], int],
     ) -> None:
@@ -67,17 +67,17 @@ class ExpertCache:
     def finish_loads(self) -> None:
         self._source.finish_loads()
 
-    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+    def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
         """Begin a load. A block whose updates are still being written does not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
                 self._forget(block)
-            self._source.begin_rest(block, slot, delivery, listener)
+            self._source.begin_rest(block, slot, delivery, on_delivered)
             return
         entry, is_hit = self._use(block)
         if entry is None:
-            self._source.begin_rest(block, slot, delivery, listener)
+            self._source.begin_rest(block, slot, delivery, on_delivered)
             return
         memory = entry.memory.view(block.master.working_dtype)[: block.numel]
         try:
@@ -93,7 +93,7 @@ class ExpertCache:
             raise
         finally:
             entry.copied = self._device.record(Lane.H2D)
-        delivery.set_listener(listener)
+        delivery.call_at_end(on_delivered)
 
     def _use(self, block: Block) -> tuple[_Entry | None, bool]:
         """Return the block's entry, which may be new or None, and whether the entry has the block's weights."""
@@ -106,7 +106,6 @@ class ExpertCache:
             if use.is_hit:
                 return self._entries[block], True
             if use.victim is not None:
-                assert isinstance(use.victim, Block)
                 self._free.append(self._entries.pop(use.victim))
             if not use.is_kept:
                 return None, False

@@ -14,10 +14,10 @@ from hf_lohan.experts.routing import RoutedRows
 from hf_lohan.model import Block
 from hf_lohan.ranks import Ranks
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSource
+from hf_lohan.weights import BlockLoader, Slot, SlotRing, WeightSource
 
 
-class ExpertLoader(LocalLoader):
+class ExpertLoader(BlockLoader):
     """Loads experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on its own thread.
 
     Several blocks may be in use at once. A caller that pins all slots must not acquire another block.
@@ -155,34 +155,3 @@ class ExpertLoader(LocalLoader):
     def _note_arrival(self, block: Block) -> None:
         if self._experts.is_left(block):
             self._arrived.append(block)
-
-
-class LayerAndExpertLoaders:
-    """Begins and ends passes of both loaders. Experts are acquired from their own loader."""
-
-    def __init__(self, layers: BlockLoader, experts: ExpertLoader) -> None:
-        self._layers = layers
-        self._experts = experts
-
-    def begin_pass(self, *, is_training: bool) -> None:
-        self._layers.begin_pass(is_training=is_training)
-        self._experts.begin_pass(is_training=is_training)
-
-    def foresee_pass(self, *, is_training: bool) -> None:
-        self._layers.foresee_pass(is_training=is_training)
-        self._experts.foresee_pass(is_training=is_training)
-
-    def end_pass(self) -> None:
-        self._layers.end_pass()
-        self._experts.end_pass()
-
-    def cancel_pass(self) -> None:
-        self._layers.cancel_pass()
-        self._experts.cancel_pass()
-
-    def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
-        return self._layers.acquire(block, for_operation=for_operation)
-
-    def close(self) -> None:
-        self._layers.close()
-        self._experts.close()

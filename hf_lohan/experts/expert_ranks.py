@@ -12,11 +12,12 @@ all ranks compute which groups move (`shared_segments`), and the owners lend the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,40 +96,40 @@ class BalancedRows:
         self.most_computed += max(computed)
 
 
-class ExpertPlaces(Protocol):
+class ExpertPlaces(ABC):
     """Knows which process computes which expert."""
 
+    is_one = False
+    """Whether this process computes all experts."""
+    lending: Lending | None = None
+    """What lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own."""
+
+    @abstractmethod
     def own(self, layer: int, num_experts: int) -> Sequence[int]:
         """Return the indices of the experts that this process computes, in ascending order."""
 
+    @abstractmethod
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         """Run one call. Returns the results, each [n, ...] in the order of the rows. A result is None if it is not
         needed, or if there are no rows."""
 
+    @abstractmethod
     def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
         """Add a group's gradient of a weight to ``total``, the sum of the earlier groups. May change ``total``."""
-
-    @property
-    def is_one(self) -> bool:
-        """Whether this process computes all experts."""
-
-    @property
-    def lending(self) -> Lending | None:
-        """Lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own experts."""
 
     def rows_by_rank(self) -> BalancedRows | None:
         """Return the rows of all forwards so far. None if each rank computes its own experts, because it does not know
         the rows of other ranks."""
+        return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Take part in no more calls."""
 
 
-class AllHere:
+class AllHere(ExpertPlaces):
     """The `ExpertPlaces` of a single process."""
 
     is_one = True
-    lending = None
 
     def own(self, layer: int, num_experts: int) -> Sequence[int]:
         return range(num_experts)
@@ -141,12 +142,6 @@ class AllHere:
     def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
         assert total is None, "one process has one group for each expert"
         return gradient
-
-    def rows_by_rank(self) -> None:
-        return None
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _Division:
@@ -193,11 +188,9 @@ class _Division:
         return lent
 
 
-class OneOwnerEach:
+class OneOwnerEach(ExpertPlaces):
     """The `ExpertPlaces` of one of several ranks. Rows go to the ranks that own their experts, or to ranks that borrow
     them. All ranks call the layers' experts in the same order."""
-
-    is_one = False
 
     def __init__(
         self,

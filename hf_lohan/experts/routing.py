@@ -9,15 +9,15 @@ Commits have the counts of a run's forwards (`RoutedRows`). `lohan reshard --bal
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef, storage_id, version_of
-from hf_lohan.device import Device, Event
+from hf_lohan.device import Device
 
 _LEAST_BYTES = 4096
 """Size of a page, which is the smallest size that can be pinned."""
@@ -33,24 +33,21 @@ class HostNumbers:
         self._device = device
         self._landing: Tensor | None = None
 
-    def request(self, numbers: Tensor) -> Answer:
-        """Enqueue the copy to the host."""
+    def request(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """Enqueue the copy to the host. Returns what waits for the copy, but not for work that was enqueued after it,
+        and returns the numbers."""
         if self._landing is None or self._landing.numel() < numbers.numel():
             num_bytes = max(_LEAST_BYTES, numbers.numel() * torch.int64.itemsize)
             self._landing = self._device.host_empty(num_bytes).view(torch.int64)
         landing = self._landing[: numbers.numel()]
-        return Answer(landing, self._device.fetch(landing, numbers))
+        arrived = self._device.fetch(landing, numbers)
 
+        def wait() -> list[int]:
+            arrived.synchronize()
+            of_host: list[int] = landing.tolist()
+            return of_host
 
-class Answer(NamedTuple):
-    landing: Tensor
-    arrived: Event
-
-    def numbers(self) -> list[int]:
-        """Wait for the copy, but not for work that was enqueued after it."""
-        self.arrived.synchronize()
-        numbers: list[int] = self.landing.tolist()
-        return numbers
+        return wait
 
 
 class KnownCounts:
@@ -94,7 +91,7 @@ class Routing:
         sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
         """The index in (token, choice) order of each sorted pair."""
         self._counts = known.find_counts(top_k_index) if expected_ends is None else None
-        self._answer: Answer | None = None
+        self._answer: Callable[[], list[int]] | None = None
         if self._counts is None:
             numbers = [sorted_ids[:1], sorted_ids[-1:], ends_by_expert(sorted_ids, num_experts)]
             self._answer = host.request(torch.cat(numbers if expected_ends is None else [*numbers, expected_ends]))
@@ -113,7 +110,7 @@ class Routing:
         have."""
         if self._counts is None:
             assert self._answer is not None
-            numbers = self._answer.numbers()
+            numbers = self._answer()
             if self.order.numel():
                 self._refuse_others(*numbers[:2])
                 numbers = numbers[2:]

@@ -40,20 +40,7 @@ _HOMES = {
     "offload_model": "hf_lohan.huggingface.attachment",
 }
 
-__all__ = [
-    "Accelerator",
-    "LohanArguments",
-    "LohanPlugin",
-    "OffloadTrainerMixin",
-    "Trainer",
-    "TrainingArguments",
-    "engine_of",
-    "from_pretrained",
-    "last_step",
-    "load_for_generation",
-    "merge",
-    "offload_model",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.compat.accelerate_private import become, is_prepared, mark_prepared, prepared_models
+from hf_lohan.compat.patches import replaced
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_environment
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
@@ -91,14 +92,9 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     """Number of ranks that get the same batches from a data loader that is prepared now."""
     _is_saving_state = False
 
-    @contextlib.contextmanager
-    def loading_for(self, num_row_ranks: int) -> Iterator[None]:
+    def loading_for(self, num_row_ranks: int) -> contextlib.AbstractContextManager[None]:
         """In this context, `prepare` gives ``num_row_ranks`` neighbouring ranks the same batches of a data loader."""
-        self._num_row_ranks = num_row_ranks
-        try:
-            yield
-        finally:
-            del self._num_row_ranks
+        return replaced(self, _num_row_ranks=num_row_ranks)
 
     @property
     def num_processes(self) -> int:
@@ -388,11 +384,8 @@ class Accelerator(OffloadAwareAccelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Same as in accelerate. Raises ValueError for `safe_serialization=False`."""
         _check_safe(self.offload_engine, safe_serialization)
-        self._is_saving_state = True
-        try:
+        with replaced(self, _is_saving_state=True):
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            self._is_saving_state = False
 
     def end_training(self) -> None:
         """Same as in accelerate. Also end the record that `lohan report` reads. The record is in `lohan/` in the

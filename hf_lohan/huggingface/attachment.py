@@ -34,7 +34,7 @@ from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.huggingface.equal_runs import check_equal_configs
 from hf_lohan.huggingface.local_run import LocalRun
 from hf_lohan.huggingface.models.adapters import adding_adapters, check_peft_config
-from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
+from hf_lohan.huggingface.models.recipe import ModelRecipe
 from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
 from hf_lohan.huggingface.offloaded_model import (
     attach_to,
@@ -145,8 +145,6 @@ def from_pretrained(
         check_peft_config(peft_config)
         finish = adding_adapters(peft_config)
     working_dtype = torch.bfloat16 if bf16 else None
-    refuse_placement(kwargs, "which offload streams to its device itself")
-    dtype = take_torch_dtype(kwargs, dtype)
     run = LocalRun.begin(offload, torch_device, default_ssd_path)
     recipe = ModelRecipe(
         path,
@@ -192,7 +190,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
         check_model_of_rows(model)
     is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
-    steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config))
+    steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config.ranks))
     events = EngineEvents(
         is_final_backward=steps.is_final_backward,
         plan=steps.plan,

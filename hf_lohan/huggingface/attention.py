@@ -503,20 +503,19 @@ class LayerCall:
     def _cut_all(self, tokens: TokenRange) -> tuple[dict[str, Any], int, _SeenByChunk | None]:
         """Return the inputs for a chunk, its first key, and the keys that it sees if it needs no mask."""
         cut = {name: self._cut(value, tokens) for name, value in self._arguments.items() if name != "attention_mask"}
-        tokens = tokens.in_row
-        if "attention_mask" not in self._arguments:
-            return cut, 0, self._seen(tokens, 0, ((tokens.start, tokens.stop, 0),))
-        mask = self._arguments["attention_mask"]
+        tokens, mask = tokens.in_row, self._arguments.get("attention_mask")
         first_key, seen = 0, None
-        if isinstance(mask, PendingMask):
-            first_key, segments = mask.first_key(tokens), mask.segments(tokens)
-            seen = self._seen(tokens, first_key, segments) if _implementation_of(self._layer) == "sdpa" else None
-            cut["attention_mask"] = None if seen is not None else mask.part(tokens, first_key)
-        elif mask is None:
-            cut["attention_mask"] = None
+        if mask is None:
             seen = self._seen(tokens, 0, ((tokens.start, tokens.stop, 0),))
+        elif isinstance(mask, PendingMask):
+            first_key = mask.first_key(tokens)
+            if _implementation_of(self._layer) == "sdpa":
+                seen = self._seen(tokens, first_key, mask.segments(tokens))
+            mask = mask.part(tokens, first_key) if seen is None else None
         else:
-            cut["attention_mask"] = self._cut_mask(mask, tokens)
+            mask = self._cut_mask(mask, tokens)
+        if "attention_mask" in self._arguments:
+            cut["attention_mask"] = mask
         return cut, first_key, seen
 
     def _seen(

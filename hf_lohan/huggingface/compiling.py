@@ -97,7 +97,7 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         return
     allow_graphs(_MOST_GRAPHS)
     options = {**plugin.to_kwargs(), "backend": plugin.backend.value.lower()}
-    forms = _Forms(options, engine.links.send_heartbeat)
+    forms = _Forms(options, engine.links.watch.beat)
     for layer in layers:
         engine.activations.compiled[layer] = forms.of_checkpoint
     for module in (*layers, *_regions_outside_layers(engine)):
@@ -141,7 +141,6 @@ def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a compiled module."""
     if runs_as_checkpoint(module):
         return type(module).forward(module, *args, **kwargs)  # it calls `ActivationTiers.run_layer`
     forward = own_forward(module)
@@ -152,8 +151,6 @@ def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any
 
 
 class _Forms:
-    """Compiles functions, and keeps their compiled forms."""
-
     def __init__(self, options: Mapping[str, Any], before: Callable[[], object]) -> None:
         """``options``: arguments of `torch.compile`. ``before`` is called before a function is compiled."""
         self._options = options

@@ -26,7 +26,6 @@ from hf_lohan.huggingface.optimizers import (
     refused_optim_args,
 )
 from hf_lohan.huggingface.ranks import check_rank_accelerator, check_rank_arguments
-from hf_lohan.model import Block
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_together, why_not_together
 from hf_lohan.wording import states_setting
@@ -276,17 +275,13 @@ def check_streamed(engine: OffloadEngine, *, bf16: bool, moment_dtype: str) -> N
             "the model was offloaded in float32, and bfloat16 weights were asked for; call "
             "from_pretrained(..., bf16=True), or leave bf16 and mixed_precision out"
         )
-    has = {block.master.moment_dtype for block in _trained(engine)}
+    has = {block.master.moment_dtype for block in engine.layout.blocks if block.state_numel}
     if moment_dtype != "float32" and has - {moment_dtype}:
         raise ValueError(
             f"the model was offloaded with {states_setting(max(has - {moment_dtype}))}, and "
             f"{states_setting(moment_dtype)} was asked for; give from_pretrained(..., offload=...) the same setting, "
             "or leave it out here, with optim='adamw_torch'"
         )
-
-
-def _trained(engine: OffloadEngine) -> list[Block]:
-    return [block for block in engine.layout.blocks if block.state_numel]
 
 
 def check_optimizer(optimizer: Any) -> None:

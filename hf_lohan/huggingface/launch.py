@@ -41,8 +41,8 @@ def launch_script(arguments: Sequence[str]) -> int:
 
 
 def launch_lohan(num_processes: int, arguments: Sequence[str]) -> int | None:
-    """Run the command `lohan` in several processes, and return the exit status. If ``num_processes`` is 1 or a launcher
-    has already started so many processes, return None. Raises ValueError if it has started another number."""
+    """Run the command `lohan` in several processes, and return the exit status. If ``num_processes`` is 1, or if a
+    launcher has already started this number, return None. Raises ValueError if it has started another number."""
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes} must be at least 1")
     num_here = int(os.environ.get("WORLD_SIZE", "1"))

@@ -21,7 +21,13 @@ from hf_lohan.engine import Tiers, open_tiers, wait_until_closed
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.offloaded_model import activations_kept_if_needed, open_engines, refuse_chunks
-from hf_lohan.huggingface.ranks import at_stores, check_layout, links_to_other_ranks, refuse_changed
+from hf_lohan.huggingface.ranks import (
+    at_stores,
+    check_layout,
+    check_sequence_ranks,
+    links_to_other_ranks,
+    refuse_changed,
+)
 from hf_lohan.model import experts_as_stored, owners_as_stored
 from hf_lohan.planning import OffloadLayout, lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -93,6 +99,7 @@ class LocalRun:
             is_tracing = settings.trace or _launch.settings.trace
             device = device_for(torch_device or default_torch_device(), Timeline(is_tracing=is_tracing))
         links = links_to_other_ranks()
+        check_sequence_ranks(settings.ranks.per_row, links.ranks)
         settings, found = at_stores(settings, default_ssd_path, links)
         settings = replace(settings, trace=device.timeline.is_tracing)
         return cls(resolved_here(settings, device, default_ssd_path, links), device, found, links)
@@ -125,7 +132,8 @@ class LocalRun:
         ranks, because this run may continue from these.
         """
         _check_experts(layout, settings)
-        check_layout(layout, settings, self.found, self.links, is_beside_others=is_beside_others)
+        folders = [ssd.path for ssd in settings.ssd]
+        check_layout(layout, folders, self.found, self.links, is_beside_others=is_beside_others)
         tiers = self._open_or_take_over(layout, settings)
         try:
             refuse_changed(self.found, tiers.links)  # from now on, the lock keeps other processes from resharding

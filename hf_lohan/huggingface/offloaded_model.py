@@ -203,7 +203,6 @@ def _can_recompute(model: nn.Module) -> bool:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Enable non-reentrant checkpointing of a model that supports it."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     elif is_of_diffusers(model):
@@ -251,7 +250,6 @@ compute_expert = one_expert
 
 
 def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
-    """Let these modules run their experts with `StreamedExperts`."""
     if not experts:
         return
     register_experts(_EXPERTS_IMPLEMENTATION, _experts_forward)

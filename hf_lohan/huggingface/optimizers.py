@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.model import Rules, has_adapters, hidden_matrices
 from hf_lohan.optim import (
     ADAMW,
@@ -29,11 +30,6 @@ from hf_lohan.optim import (
     UpdateRule,
     rule_for,
 )
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
@@ -234,10 +230,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
     learning rates of both. Raises the errors of `check_given`, and ValueError if groups do not fit the store."""
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
-    check_given(optimizer)
-    for group in optimizer.param_groups:
-        group[RULE_KEY] = _name_of(type(optimizer))
-    defaults = _defaults_of(optimizer)
+    defaults = _defaults_by_rule(optimizer)
     if type(optimizer) is torch.optim.AdamW:
         names = ("lr", "betas", "eps", "weight_decay")
         adamw = {name: defaults[name] for name in names}
@@ -257,11 +250,8 @@ def take_over_together(
     if len(optimizers) == 1:
         taken = take_over(optimizers[0], engine)
         return taken, [taken]
-    for optimizer in optimizers:
-        check_given(optimizer)
-        for group in optimizer.param_groups:
-            group[RULE_KEY] = _name_of(type(optimizer))
-    groups, defaults = [optimizer.param_groups for optimizer in optimizers], [*map(_defaults_of, optimizers)]
+    defaults = [*map(_defaults_by_rule, optimizers)]
+    groups = [optimizer.param_groups for optimizer in optimizers]
     joint = JointOptimizer(groups, defaults, engine=engine)
     for optimizer, part in zip(optimizers, joint.parts, strict=True):
         _redirect(optimizer, part)
@@ -269,9 +259,14 @@ def take_over_together(
     return joint, [*joint.parts]
 
 
-def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the default hyperparameters of groups that are added later."""
-    return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
+def _defaults_by_rule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Set the rule's name in each group, and return the default hyperparameters of groups that are added later. Raises
+    the errors of `check_given`."""
+    check_given(optimizer)
+    rule = {RULE_KEY: _name_of(type(optimizer))}
+    for group in optimizer.param_groups:
+        group.update(rule)
+    return {**optimizer.defaults, **rule}
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
@@ -338,16 +333,11 @@ def _check_trains(engine: OffloadEngine) -> None:
         )
 
 
-class StoreOptimizerMixin(_TrainerBase):
-    """Mixed into a Trainer. Creates an optimizer that updates the store."""
+class StoreOptimizerMixin(TrainerMixin):
+    """Creates an optimizer that updates the store."""
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
-    _offload_config: OffloadConfig | None
-
-    if TYPE_CHECKING:
-
-        def _ensure_engine(self) -> OffloadEngine | None: ...
 
     def _rules(self) -> Rules:
         """Return the update rule of each parameter. The store has the states of these rules."""

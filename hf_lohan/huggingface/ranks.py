@@ -11,9 +11,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,9 +24,8 @@ from transformers import GenerationMixin, TrainingArguments
 
 from hf_lohan.checkpoint.generations import RunStores, find_stores, refuse_steps
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
-from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
+from hf_lohan.config import AUTO, OffloadConfig, RankSettings
 from hf_lohan.device import num_gpus
-from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
@@ -111,14 +109,14 @@ class StepTimeouts:
     after the first plan, because ranks measure the hardware in turn before it. `auto` follows the slowest step so
     far."""
 
-    def __init__(self, links: Links, config: OffloadConfig) -> None:
+    def __init__(self, links: Links, settings: RankSettings) -> None:
         self._links = links
-        self._config = config
+        self._settings = settings
         self._slowest_step_s = 0.0
         self._began_s: float | None = None
 
     def step_planned(self) -> None:
-        if self._config.ranks.timeout != AUTO:
+        if self._settings.timeout != AUTO:
             self._set()
 
     def step_began(self) -> None:
@@ -129,15 +127,10 @@ class StepTimeouts:
             self._set()
 
     def _set(self) -> None:
-        timeout_s = self._config.ranks.timeout_s(self._slowest_step_s)
-        self._links.set_timeout(timeout_s)
+        timeout_s = self._settings.timeout_s(self._slowest_step_s)
+        self._links.watch.timeout_s = timeout_s
         if torch.distributed.is_initialized():
             set_collectives_timeout(timeout_s)
-
-
-def random_state_suffix(ranks: Ranks) -> str:
-    """Return the suffix that Trainer appends to `rng_state` in the name of a rank's file."""
-    return f"_{ranks.rank}" if ranks.others else ""
 
 
 def gather_number(number: Tensor, links: Links) -> Tensor | None:
@@ -147,25 +140,6 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
     payload = number.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
     gathered = b"".join(links.all_gather("a number of each rank", payload))
     return torch.frombuffer(bytearray(gathered), dtype=number.dtype).to(number.device)
-
-
-def save_on_rank_0(
-    access: Callable[[], ParameterAccess], links: Links, save: Callable[..., Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call ``save`` with the collective reads (None for a single rank) and ``kwargs``, and return its result. All ranks
-    call this together. Rank 0 saves, and the other ranks take part in its reads."""
-    if not links.ranks.others:
-        return save(None, **kwargs)
-    reads = CollectiveReads(access, links)
-    if links.ranks.rank != 0:
-        return reads.follow_rank_0()
-    with reads.leading():  # rank 0 writes, even if the caller chose another rank
-        return save(reads, **{name: value for name, value in kwargs.items() if name != "is_main_process"})
-
-
-def is_one_of_several(args: TrainingArguments) -> bool:
-    """Whether a Trainer with these arguments is one of several ranks."""
-    return int(args.world_size) > 1
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:
@@ -281,27 +255,25 @@ def remove_left_copy(paths: Sequence[str], records: Sequence[RecordSpec]) -> Non
 
 
 def log_once(links: Links, sentence: str) -> None:
-    """Log a warning on rank 0."""
     if links.ranks.rank == 0:
         logger.warning(sentence)
 
 
 def check_layout(
-    layout: OffloadLayout, config: ResolvedConfig, found: RunStores, links: Links, *, is_beside_others: bool = False
+    layout: OffloadLayout, folders: Sequence[str], found: RunStores, links: Links, *, is_beside_others: bool = False
 ) -> None:
     """Raise ValueError if several ranks cannot train the model. Unless ``is_beside_others``, also raise it if the run
-    has ``found`` stores of another number of ranks. All ranks call this together. Creates the directories in which
-    ranks create their own folders."""
+    has ``found`` stores of another number of ranks. All ranks call this together. Creates the directories of the
+    ``folders`` in which this rank creates its store."""
     num_ranks = links.ranks.num_ranks
-    check_sequence_ranks(config.ranks.per_row, links.ranks)
-    check_rules(layout.blocks, num_ranks, config.ranks.per_row)
+    check_rules(layout.blocks, num_ranks)
     if not is_beside_others or found.fingerprint not in ("", layout.identity.fingerprint):
         found.refuse_other_ranks(num_ranks)
     if found.state in ("reshardable", "lost"):
-        remove_left_copy([ssd.path for ssd in config.ssd], layout.records)
-    for ssd in config.ssd:
-        if shared_directory(ssd.path) != ssd.path:
-            make_directory(shared_directory(ssd.path))
+        remove_left_copy(folders, layout.records)
+    for folder in folders:
+        if shared_directory(folder) != folder:
+            make_directory(shared_directory(folder))
     links.barrier("the directories of the ssd paths to exist")
 
 
@@ -356,14 +328,9 @@ def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
         )
 
 
-def check_rules(blocks: Iterable[Block], num_ranks: int, sequence_ranks: int = 1) -> None:
+def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
     """Raise ValueError for optimizers that need whole parameters, because each rank has only a shard of each."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
-    if sequence_ranks > 1 and whole:
-        raise ValueError(
-            f"ranks.per_row: {sequence_ranks} cannot be combined with {' and '.join(whole)}, which needs whole "
-            f"parameters, because each of {num_ranks} ranks has a shard of them; use AdamW"
-        )
     if num_ranks > 1 and whole:
         raise ValueError(
             f"{' and '.join(whole)} needs whole parameters, but each of {num_ranks} ranks has a shard of them; use "
@@ -380,12 +347,3 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
                 f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other "
                 "forever; let accelerate prepare the data loader, or give each rank the same number"
             )
-
-
-def refuse_stores_of_ranks(num_ranks: int, path: str, run: str | Path) -> None:
-    """Raise ValueError if ``num_ranks`` is more than 1, because the store in ``path`` then has a part of the model."""
-    if num_ranks > 1:
-        raise ValueError(
-            f"{path} has the stores of {num_ranks} ranks, each with a part of the model; merge them with lohan reshard "
-            f"{run} --ranks 1 --remove-old, and export again"
-        )

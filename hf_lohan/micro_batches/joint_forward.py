@@ -159,7 +159,7 @@ class JointForward:
             self._leaves.restore()
             self._is_in_forward = False
         if self._separate_heads and not self.heads.are_separate:
-            self._sums.keep_order()
+            self._sums.keeps_order = True
         for size_class in SizeClass:
             self._in_use.leave_idle(size_class, self._is_idle)
         self._pass.end_forward(is_training=True)

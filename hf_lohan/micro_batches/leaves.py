@@ -136,7 +136,7 @@ def _parts_with_gradient(block: Block) -> list[ParamSlice]:
 class GradientSums:
     """Adds the micro-batches' gradients in float32, in the micro-batches' order, and sends each complete sum.
 
-    Gradients arrive in that order unless `keep_order` was called. After that call, early gradients wait.
+    Gradients arrive in that order unless `keeps_order` is set. Then early gradients wait.
     """
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor | None], None]) -> None:
@@ -152,21 +152,13 @@ class GradientSums:
         self._early: dict[ParamSlice, dict[int, Tensor | None]] = defaultdict(dict)
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
-    def keep_order(self) -> None:
-        """Add gradients in order from now on, because they may arrive out of order."""
-        self.keeps_order = True
-
     def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
         """Keep the gradient of a leaf, because another leaf of the micro-batch may add to it."""
         self._unfinished[micro_batch, part] = self._pop_gradient(micro_batch, part, leaf)
 
     def add(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
         """Add the gradient of the micro-batch's last leaf, and the gradients that `keep` has kept."""
-        self._add_in_order(micro_batch, part, self._pop_gradient(micro_batch, part, leaf))
-
-    def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """Add a micro-batch's complete gradient of a part of a parameter. None is zeros."""
-        self._add_in_order(micro_batch, part, gradient)
+        self.add_gradient(micro_batch, part, self._pop_gradient(micro_batch, part, leaf))
 
     def _pop_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
@@ -176,7 +168,8 @@ class GradientSums:
         kept = self._unfinished.pop((micro_batch, part), None)
         return gradient if kept is None else kept.add_(gradient)
 
-    def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
+    def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """Add a micro-batch's complete gradient of a part of a parameter. None is zeros."""
         if self.keeps_order:
             early = self._early[part]
             early[micro_batch] = gradient
@@ -195,7 +188,7 @@ class GradientSums:
     def flush(self) -> None:
         """Send all sums, at the end of the backward."""
         for (micro_batch, part), gradient in sorted(self._unfinished.items(), key=lambda item: item[0][0]):
-            self._add_in_order(micro_batch, part, gradient)
+            self.add_gradient(micro_batch, part, gradient)
         self._unfinished.clear()
         for part in {**self._sums, **self._early, **dict.fromkeys(self._of_zeros)}:
             self._complete(part)

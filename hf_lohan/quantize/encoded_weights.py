@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_lohan.costs.quantization import CodeKind, EncodedMatrix
 from hf_lohan.quantize import packed_form
-from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
+from hf_lohan.quantize.packed_form import PackedForm, Packer, stored_bytes
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DECODED_AT_ONCE_NUMEL = 1 << 19
@@ -179,9 +179,12 @@ class EncodedForm(PackedForm):
     def takes_rows(self) -> bool:
         return not any(matrix.is_transposed for matrix in self.matrices)
 
-    def packer(self) -> WeightPacker:
+    def packer(self) -> Packer:
         matrix = self.matrices[0]
-        return Int8Packer(matrix) if matrix.codes == "int8_of_127" and len(self.matrices) == 1 else super().packer()
+        if matrix.codes != "int8_of_127" or len(self.matrices) > 1:
+            return super().packer()
+        encode = partial(_encode_int8, columns=matrix.columns)
+        return Packer(matrix.numel, matrix.columns, encode, partial(stored_bytes, num_bytes=matrix.scales_bytes))
 
     def stored_order(self, values: Tensor) -> Tensor:
         return values if self.takes_rows else values.view(self.matrices[0].columns, -1).t().reshape(-1)
@@ -239,42 +242,12 @@ def int8_form(rows: int, columns: int, *, is_transposed: bool = False) -> Encode
     return EncodedForm.of("int8", (matrix,))
 
 
-class Int8Packer:
-    """Packs rows of a matrix into int8 codes and a scale for each row, with the bits of bitsandbytes."""
-
-    def __init__(self, matrix: EncodedMatrix) -> None:
-        self._matrix = matrix
-        self.num_taken = 0
-        self._rest = torch.empty(0)
-        self._scales: list[Tensor] = []
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_taken == self._matrix.numel
-
-    @torch.no_grad()
-    def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """Do as `WeightPacker.pack`. Rows are packed as soon as they are whole."""
-        before = self.num_taken - self._rest.numel()
-        self.num_taken += values.numel()
-        values = values.to(torch.float32)
-        values = torch.cat([self._rest, values]) if self._rest.numel() else values
-        whole = values.numel() - values.numel() % self._matrix.columns
-        self._rest = values[whole:].clone()
-        rows = values[:whole].view(-1, self._matrix.columns)
-        if not whole:
-            return before, torch.empty(0, dtype=torch.uint8)
-        scales = rows.abs().amax(dim=1)
-        factors = (127.0 / scales).masked_fill_(scales == 0, 0.0)  # a row of zeros
-        self._scales.append(scales)
-        return before, torch.round(rows * factors.unsqueeze(1)).to(torch.int8).view(torch.uint8).flatten()
-
-    def pack_scales(self) -> Tensor:
-        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements are packed"
-        packed = torch.zeros(self._matrix.scales_bytes, dtype=torch.uint8)
-        scales = torch.cat(self._scales).view(torch.uint8)
-        packed[: scales.numel()] = scales
-        return packed
+def _encode_int8(values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of whole rows of a matrix, with the bits of bitsandbytes."""
+    rows = values.view(-1, columns)
+    scales = rows.abs().amax(dim=1)
+    factors = (127.0 / scales).masked_fill_(scales == 0, 0.0)  # a row of zeros
+    return torch.round(rows * factors.unsqueeze(1)).to(torch.int8).view(torch.uint8).flatten(), scales
 
 
 def _element_at(matrix: EncodedMatrix, byte: int) -> int:
@@ -414,9 +387,7 @@ class EncodedWeight:
 
     def scales_of(self, expert: int | None, matrix: EncodedMatrix) -> Tensor:
         """Return the stored bytes of scales and zero points of the matrix, or of one ``expert``."""
-        stored = torch.zeros(matrix.scales_bytes, dtype=torch.uint8)
-        scales = self._scales(expert, 0, matrix.grid[0]).contiguous().view(torch.uint8).flatten()
-        stored[: scales.numel()] = scales
+        stored = stored_bytes(self._scales(expert, 0, matrix.grid[0]), matrix.scales_bytes)
         if self.zero_points is not None:
             zero_points = self._zero_points(0, matrix.rows).to(torch.int8).view(torch.uint8).flatten()
             stored[matrix.zero_points_start :][: zero_points.numel()] = zero_points

@@ -8,14 +8,14 @@ differences are encoded in 8 bits, in blocks of 256.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from hf_lohan.costs.quantization import SCALES_PER_SCALE, Quantization
 from hf_lohan.quantize import packed_form
-from hf_lohan.quantize.packed_form import PackedForm
+from hf_lohan.quantize.packed_form import PackedForm, Packer, stored_bytes
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -96,20 +96,15 @@ def encode(values: Tensor, method: str, block: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def join_scales(codes: Tensor, outer: Tensor, offset: float, form: Quantization, numel: int) -> Tensor:
     """Return the stored bytes of scales in 8-bit ``codes``. ``outer``: scales of the codes. ``offset``: the mean."""
-    packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
     floats = torch.cat([outer.reshape(-1), torch.tensor([offset], dtype=torch.float32)])
-    packed[: 4 * floats.numel()].copy_(floats.view(torch.uint8))
-    packed[4 * floats.numel() : 4 * floats.numel() + codes.numel()].copy_(codes.reshape(-1))
-    return packed
+    return stored_bytes(torch.cat([floats.view(torch.uint8), codes.reshape(-1)]), form.scales_bytes(numel))
 
 
 @torch.no_grad()
 def pack_scales(scales: Tensor, form: Quantization, numel: int) -> Tensor:
     """Return the stored bytes of all scales of a weight of ``numel`` elements."""
-    packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
     if not form.double:
-        packed[: 4 * scales.numel()].copy_(scales.view(torch.uint8))
-        return packed
+        return stored_bytes(scales, form.scales_bytes(numel))
     offset = _mean_of_one_thread(scales)
     codes, outer = _encode_scales(scales - offset)
     return join_scales(codes, outer, offset.item(), form, numel)
@@ -168,15 +163,13 @@ def unpack_scales(packed: Tensor, form: Quantization, numel: int, first: int, la
 
 @torch.no_grad()
 def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, numel: int, first: int) -> None:
-    """Decode elements of a weight of ``numel`` elements into contiguous ``out``. A block begins with element ``first``.
+    """Decode elements of a weight of ``numel`` elements into contiguous ``out``, in torch operations. A block begins
+    with element ``first``.
 
     ``out`` and ``codes`` begin with element ``first``. ``scales`` has the stored bytes of all scales. All tensors are
     on one device.
     """
     assert first % form.block == 0, f"element {first} begins no block of {form.block}"
-    if packed_form.kernels_for(out) is not None:
-        _decode_in_kernel_(out, first, codes, scales, form, numel, first, first + out.numel())
-        return
     step = max(_DECODED_AT_ONCE_NUMEL if out.device.type == "cpu" else out.numel(), form.block)
     for start in range(0, out.numel(), step):
         part = out[start : start + step]
@@ -184,40 +177,6 @@ def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, nume
         high = form.num_scales(first + start + part.numel())
         of_part = unpack_scales(scales, form, numel, low, high)
         _decode_part(part, codes[start // 2 : -(-(start + part.numel()) // 2)], of_part, form)
-
-
-def _decode_in_kernel_(
-    out: Tensor,
-    origin: int,
-    codes: Tensor,
-    scales: Tensor,
-    form: Quantization,
-    numel: int,
-    first: int,
-    stop: int,
-    width: int = 0,
-) -> None:
-    """Decode the elements [first, stop) into ``out``, which begins with element ``origin``. ``width``: see
-    `FourBitForm.transposed_width`."""
-    kernels = packed_form.kernels_for(out)
-    assert kernels is not None
-    num_scales = form.num_scales(numel)
-    num_floats = -(-num_scales // SCALES_PER_SCALE) + 1 if form.double else num_scales
-    floats, device = scales[: 4 * num_floats].view(torch.float32), out.device
-    kernels.decode_four_bit_(
-        out,
-        origin,
-        codes,
-        scales[4 * num_floats :][:num_scales] if form.double else floats,
-        floats if form.double else None,
-        _values_on(form.method, device),
-        scale_values(device),
-        block=form.block,
-        first=first,
-        stop=stop,
-        width=width,
-        height=numel // width if width else 0,
-    )
 
 
 def _decode_part(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization) -> None:
@@ -261,7 +220,14 @@ class FourBitForm(PackedForm):
         return not self.transposed_width
 
     def packer(self) -> Packer:
-        return Packer(self.quantization, self.unit_numel)
+        form, numel = self.quantization, self.unit_numel
+        return Packer(
+            numel,
+            form.block,
+            partial(encode, method=form.method, block=form.block),
+            partial(pack_scales, form=form, numel=numel),
+            codes_in_byte=2,
+        )
 
     def stored_order(self, values: Tensor) -> Tensor:
         return values.view(self.transposed_width, -1).t().reshape(-1) if self.transposed_width else values
@@ -275,18 +241,31 @@ class FourBitForm(PackedForm):
         return first // self.quantization.block * self.cut_bytes, -(-last // 2)
 
     def _decode_unit_(self, out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor) -> None:
-        numel = self.unit_numel
+        form, numel, width = self.quantization, self.unit_numel, self.transposed_width
         first, last = 2 * first_byte, min(2 * (first_byte + codes.numel()), numel)
-        if not self.transposed_width:
-            decode_(out[first - origin : last - origin], codes, scales, self.quantization, numel, first)
+        if (kernels := packed_form.kernels_for(out)) is not None:
+            num_scales = form.num_scales(numel)
+            num_floats = -(-num_scales // SCALES_PER_SCALE) + 1 if form.double else num_scales
+            floats = scales[: 4 * num_floats].view(torch.float32)
+            kernels.decode_four_bit_(
+                out,
+                origin,
+                codes,
+                scales[4 * num_floats :][:num_scales] if form.double else floats,
+                floats if form.double else None,
+                _values_on(form.method, out.device),
+                scale_values(out.device),
+                block=form.block,
+                first=first,
+                stop=last,
+                width=width,
+                height=numel // width if width else 0,
+            )
             return
-        if packed_form.kernels_for(out) is not None:
-            form, width = self.quantization, self.transposed_width
-            _decode_in_kernel_(out, origin, codes, scales, form, numel, first, last, width)
-            return
-        part = out.new_empty(last - first)
-        decode_(part, codes, scales, self.quantization, numel, first)
-        _put_transposed_(out[-origin : numel - origin], part, first, self.transposed_width)
+        part = out.new_empty(last - first) if width else out[first - origin : last - origin]
+        decode_(part, codes, scales, form, numel, first)
+        if width:
+            _put_transposed_(out[-origin : numel - origin], part, first, width)
 
 
 def _put_transposed_(out: Tensor, values: Tensor, first: int, width: int) -> None:
@@ -301,40 +280,3 @@ def _put_transposed_(out: Tensor, values: Tensor, first: int, width: int) -> Non
             taken = values.numel() - values.numel() % width
             rows[row : row + taken // width].copy_(values[:taken].view(-1, width))
         first, values = first + taken, values[taken:]
-
-
-class Packer:
-    """Packs one weight whose elements come in order, any number at a time."""
-
-    def __init__(self, form: Quantization, numel: int) -> None:
-        self._form = form
-        self._numel = numel
-        self.num_taken = 0
-        self._rest = torch.empty(0)
-        self._scales: list[Tensor] = []
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_taken == self._numel
-
-    @torch.no_grad()
-    def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """Do as `WeightPacker.pack`. Blocks are packed as soon as they are whole. ``values`` are in the working
-        dtype."""
-        block = self._form.block
-        before = self.num_taken - self._rest.numel()
-        self.num_taken += values.numel()
-        assert self.num_taken <= self._numel, f"more than the {self._numel} elements of the weight"
-        values = values.to(torch.float32)
-        values = torch.cat([self._rest, values]) if self._rest.numel() else values
-        whole = values.numel() if self.is_complete else values.numel() - values.numel() % block
-        self._rest = values[whole:].clone()
-        if not whole:
-            return before // 2, torch.empty(0, dtype=torch.uint8)
-        codes, scales = encode(values[:whole], self._form.method, block)
-        self._scales.append(scales)
-        return before // 2, codes
-
-    def pack_scales(self) -> Tensor:
-        assert self.is_complete, f"{self.num_taken} of {self._numel} elements are packed"
-        return pack_scales(torch.cat(self._scales), self._form, self._numel)

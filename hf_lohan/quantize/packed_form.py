@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,21 +35,59 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
     return _triton_decoder() if tensor.device.type == "cuda" else None
 
 
-class WeightPacker(Protocol):
+class Packer:
     """Packs one unit whose elements come in order, any number at a time."""
 
-    @property
-    def num_taken(self) -> int:
+    def __init__(
+        self,
+        numel: int,
+        block: int,
+        encode: Callable[[Tensor], tuple[Tensor, Tensor]],
+        store_scales: Callable[[Tensor], Tensor],
+        *,
+        codes_in_byte: int = 1,
+    ) -> None:
+        """``encode`` returns the codes and scales of whole blocks of float32 values, flat. ``store_scales`` returns the
+        stored bytes of the scales of all blocks."""
+        self.num_taken = 0
         """Number of elements packed so far."""
+        self._numel, self._block, self._codes_in_byte = numel, block, codes_in_byte
+        self._encode, self._store_scales = encode, store_scales
+        self._rest = torch.empty(0)
+        self._scales: list[Tensor] = []
 
     @property
-    def is_complete(self) -> bool: ...
+    def is_complete(self) -> bool:
+        return self.num_taken == self._numel
 
+    @torch.no_grad()
     def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """Pack the next elements, flat. Return the codes that are complete now, as (first byte, codes)."""
+        """Pack the next elements, flat, in the working dtype. Return the codes of the blocks that are whole now, as
+        (first byte, codes)."""
+        first_byte = (self.num_taken - self._rest.numel()) // self._codes_in_byte
+        self.num_taken += values.numel()
+        assert self.num_taken <= self._numel, f"more than the {self._numel} elements of the weight"
+        values = values.to(torch.float32)
+        values = torch.cat([self._rest, values]) if self._rest.numel() else values
+        whole = values.numel() if self.is_complete else values.numel() - values.numel() % self._block
+        self._rest = values[whole:].clone()
+        if not whole:
+            return first_byte, torch.empty(0, dtype=torch.uint8)
+        codes, scales = self._encode(values[:whole])
+        self._scales.append(scales)
+        return first_byte, codes
 
     def pack_scales(self) -> Tensor:
         """Return the stored bytes of the unit's scales. All elements must be packed."""
+        assert self.is_complete, f"{self.num_taken} of {self._numel} elements are packed"
+        return self._store_scales(torch.cat(self._scales))
+
+
+def stored_bytes(values: Tensor, num_bytes: int) -> Tensor:
+    """Return the bytes of ``values``, with zeros after them."""
+    stored, content = torch.zeros(num_bytes, dtype=torch.uint8), values.contiguous().view(torch.uint8).flatten()
+    stored[: content.numel()] = content
+    return stored
 
 
 class PackedForm(ABC):
@@ -94,7 +132,7 @@ class PackedForm(ABC):
         """Bytes of the scales of ``numel`` elements, which are whole units."""
         return numel // self.unit_numel * self.unit_scales_bytes
 
-    def packer(self) -> WeightPacker:
+    def packer(self) -> Packer:
         """Return a packer for one unit. Raises ValueError if this form cannot pack dense weights."""
         raise ValueError(f"dense weights cannot be packed as {self.setting}")
 

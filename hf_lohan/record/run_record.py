@@ -143,7 +143,7 @@ class RunRecord:
             words = ""
         self._say(
             f"hf_lohan: training {layout.num_parameters:,} parameters of {layout.identity.model_class}; state in "
-            f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}); "
+            f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store.size_bytes)}); "
             f"RAM: {format_bytes(layout.cpu_bytes)} of {format_bytes(config.cpu_memory)}; device memory: "
             f"{format_bytes(layout.plan.gpu_pool_bytes)} of {format_bytes(config.gpu_memory)}; "
             f"{step}{words}{self._need_not()}"
@@ -227,8 +227,8 @@ class RunRecord:
             "tokens_per_s": sum(self._step_tokens) / sum(self._step_s) if self._step_s else 0.0,
             "ssd_read_bytes": tiers.io.read_bytes,
             "ssd_write_bytes": tiers.io.write_bytes,
-            "store_bytes": tiers.store_bytes,
-            "scratch_bytes": tiers.scratch_bytes,
+            "store_bytes": tiers.store.size_bytes,
+            "scratch_bytes": tiers.store.scratch_bytes,
             "num_commits": engine.commits.num_commits,
             "last_commit_s": engine.commits.last_commit_s,
             "num_skipped_steps": engine.skipped_steps.total,

@@ -139,8 +139,8 @@ class StepLines:
     def _outcome(self) -> dict[str, Any]:
         engine, plan, step = self._engine, self._plan, self._engine.last_step
         return {
-            "forward_s": _rounded(engine.last_forward_s),
-            "backward_s": _rounded(engine.last_backward_s),
+            "forward_s": _rounded(engine.clock.last_forward_s),
+            "backward_s": _rounded(engine.clock.last_backward_s),
             "predicted_step_s": _rounded(plan.plan.prediction.step_s) if plan is not None and plan.plan else None,
             "is_skipped": engine.step_was_skipped,
             "is_clipped": step is not None and step.clipped,

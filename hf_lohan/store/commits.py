@@ -74,6 +74,11 @@ class Commit:
     layout_id: str = ""
     """Identifies the manifest that describes the records; "" in stores of an older version of this library."""
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What ranks that commit together have in common."""
+        return self.group_id, self.number
+
     def check_model_files(self, directory: str) -> str:
         """Return the folder of the model files in the store's first ``directory``. Raises `StorageError` if a file
         differs from the committed one."""

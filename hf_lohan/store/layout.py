@@ -172,7 +172,6 @@ class StoreLayout:
         return StoreLayout(records, self.paths, self.stripe_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout in JSON types."""
         return asdict(self)
 
     @classmethod

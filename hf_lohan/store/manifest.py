@@ -119,7 +119,6 @@ class Manifest:
             )
 
     def refuse_other_records(self, records: Sequence[RecordSpec], directory: str) -> None:
-        """Raise `ForeignStoreError` if the store has other records."""
         if self.layout.records != tuple(records):
             names = [
                 {(record.block, record.kind, record.first, record.numel) for record in some}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_lohan.files import StorageError
 from hf_lohan.store.layout import StoreLayout
-from hf_lohan.store.resident_copies import ResidentCopy, allocate_copies
+from hf_lohan.store.resident_copies import ResidentCopy
 from hf_lohan.store.versions import Home, Versions
 
 _WRITE_BACK_BYTES = 32 << 20
@@ -22,17 +22,24 @@ class RamHome:
         self.copies: Mapping[tuple[str, str], ResidentCopy] = {}
         """The copies, by block and kind."""
         self.keeps_new = False
-        """Whether writes to these records stay only in RAM until a commit writes them back."""
+        """See `keep_new`."""
         self._layout = layout
         self._versions = versions
 
     def allocate_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Allocate the memory for the records of these (block, kind) ``names``. May be called once."""
+        """Allocate an empty copy of the records of these (block, kind) ``names``. May be called once. ``host_empty``
+        returns a page-aligned uint8 tensor [num_bytes]."""
         assert not self.copies, "memory is already allocated"
-        self.copies = allocate_copies([self._layout.record(block, kind) for block, kind in names], host_empty)
+        records = {name: self._layout.record(*name) for name in names}
+        if not records:
+            return
+        sizes = [record.num_bytes for record in records.values()]
+        parts = zip(records.items(), host_empty(sum(sizes)).split(sizes), strict=True)
+        self.copies = {name: ResidentCopy(part, record.granule_bytes) for (name, record), part in parts}
 
     def keep_new(self, is_wanted: bool) -> None:
-        """Set `keeps_new`. Call this while no write is in progress."""
+        """Set whether writes to these records stay only in RAM until the next commit writes them back. Call this while
+        no write is in progress."""
         self.keeps_new = is_wanted
 
     def commit(self) -> None:

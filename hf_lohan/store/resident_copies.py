@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Lock
 
 import numpy as np
@@ -11,24 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_lohan.files import IoRequest
-from hf_lohan.store.layout import RecordSpec
 
 NumChanges = npt.NDArray[np.uint32]
-
-
-def allocate_copies(
-    records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]
-) -> dict[tuple[str, str], ResidentCopy]:
-    """Allocate an empty copy of each record, and return the copies by block and kind. `host_empty` returns a
-    page-aligned uint8 tensor [num_bytes]."""
-    if not records:
-        return {}
-    sizes = [record.num_bytes for record in records]
-    parts = host_empty(sum(sizes)).split(sizes)
-    return {
-        (record.block, record.kind): ResidentCopy(part, record.granule_bytes)
-        for record, part in zip(records, parts, strict=True)
-    }
 
 
 class ResidentCopy:

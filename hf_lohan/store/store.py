@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, Literal
@@ -294,16 +294,6 @@ class Store(RecordFiles):
     def has_drafts(self) -> bool:
         """Whether anything was written after the last commit."""
         return self.versions.has_drafts
-
-    def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Allocate copies in RAM of the records of these (block, kind) ``names``. May be called once. Raises the errors
-        of ``host_empty``."""
-        self.ram.allocate_copies(names, host_empty)
-
-    def keep_new_in_ram(self, is_wanted: bool) -> None:
-        """Set whether writes to records with a copy in RAM stay only there until the next commit writes them back. Call
-        this while no write is in progress."""
-        self.ram.keep_new(is_wanted)
 
     def clear_records(self) -> None:
         """Let every record read as zeros until it is written. The last commit stays valid until the next one, unless a

@@ -24,7 +24,7 @@ from hf_lohan.updates.gradients import ArrivedChunk, NonFiniteGradientError
 from hf_lohan.updates.handover import (
     BorrowedSlot,
     Delivery,
-    DeliveryListener,
+    OnDelivered,
     UpdatesDroppedError,
     WeightChange,
     WeightSlots,

@@ -169,7 +169,7 @@ class GradientArrivals:
         if self._payload is None:
             self._payload = device.empty(coded.codec.message_bytes(self._pool.buffer_bytes // 4))
         message = self._payload[: coded.codec.message_bytes(source.numel())]
-        encode = partial(coded.encode_into, source, message)
+        encode = partial(coded.encode, source, message)
         device.run(Lane.D2H, encode, fills=message, reads=(source,), name="encode")
         device.copy(Lane.D2H, codes, message[: codes.numel()])
         device.copy(Lane.D2H, scales, message[codes.numel() :])

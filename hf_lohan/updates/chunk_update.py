@@ -52,29 +52,22 @@ class ChunkUpdater:
 
     def __init__(self, setup: UpdateSetup, handover: Handover, on_failure: Callable[[BaseException], None]) -> None:
         """``on_failure`` is called on I/O threads with the error of a write."""
+        self._setup = setup
         self._store = setup.store
-        self._step_counts = setup.step_counts
-        self._states = setup.states
-        self._gradients, self._num_arrival_buffers = setup.gradients, setup.num_arrival_buffers
         self._timeline = setup.device.timeline
-        self._aside = setup.device.compute_aside
         self._missed = setup.missed
         self._handover = handover
         self._on_failure = on_failure
-        self._threads = KernelThreads(torch.get_num_threads())
-
-    def close(self) -> None:
-        """End the threads of the kernels."""
-        self._threads.close()
+        self.threads = KernelThreads(torch.get_num_threads())
 
     def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
         """Return the buffers for the chunk's update if they are free now; None if not."""
-        return self._states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
+        return self._setup.states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
     def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
         """Return the same number of buffers from the pool of gradients if they are free now; None if not."""
         num_buffers = chunk.block.master.num_state_buffers_per_chunk
-        return self._gradients.try_acquire(num_buffers, leave=self._num_arrival_buffers)
+        return self._setup.gradients.try_acquire(num_buffers, leave=self._setup.num_arrival_buffers)
 
     def begin_update(
         self,
@@ -94,7 +87,7 @@ class ChunkUpdater:
         master = chunk.block.master
         if buffers is None:
             with self._timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
-                buffers = [self._states.acquire() for _ in range(master.num_state_buffers_per_chunk)]
+                buffers = [self._setup.states.acquire() for _ in range(master.num_state_buffers_per_chunk)]
         num_written = len(master.buffer_kinds)
         update = ChunkUpdate(gradient, {}, {}, buffers[num_written:], reads, is_guess)
         for buffer, kinds in zip(buffers, master.buffer_kinds, strict=False):
@@ -131,12 +124,12 @@ class ChunkUpdater:
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self._timeline.task(CPU_OPTIMIZER, form.rule.name, block=block, num_bytes=num_bytes):
             checksums = update_in_parts(
-                self._threads,
+                self.threads,
                 form,
                 update.records,
                 None if gradient.is_zero else gradient.values,
                 update.reads,
-                merge_segments(gradient, group_of, self._step_counts),
+                merge_segments(gradient, group_of, self._setup.step_counts),
                 position=gradient.chunk.start,
                 clip_coefficient=clip_coefficient,
                 private=[buffer.bytes for buffer in update.private],
@@ -145,7 +138,7 @@ class ChunkUpdater:
                     kind for kind in update.records if kind == TIE_CODES or self._store.ram.keeps_write(block, kind)
                 ],
                 granule_numel=gradient.chunk.block.granule_numel,
-                aside=self._aside,
+                aside=self._setup.device.compute_aside,
                 missed=self._missed.steps_before(gradient.chunk),
             )
         if not update.is_guess:

@@ -60,20 +60,10 @@ class GradientReduction:
         self._coded = coded
         self._sums = sums
         self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
-        self.published: set[Chunk] = set()
-        """Chunks whose gradients were published in this step."""
-        self.excluded: set[Chunk] = set()
-        """Chunks for which this rank has no gradient in this step."""
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
-        """Chunks of this rank whose averages have not arrived. The lock guards this and the attributes below."""
+        """Chunks of this rank whose averaged gradients have not arrived."""
         self._lock = threading.Lock()
-        self._places: dict[tuple[int, int], Buffer] = {}
-        """Buffers to which averages are written, by step and key. They are retained until `_apply_mean` is called."""
-        self._dropped_steps: set[int] = set()
-        """Numbers of the dropped steps, as the exchange counts steps."""
-        self._ended: int | None = None
-        """Number of the step in progress, as the exchange counts steps, after its last gradient; None before."""
-        self._is_complete = False
+        """Ensures that no chunk begins to wait after its step was dropped."""
 
     def start(
         self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
@@ -83,6 +73,11 @@ class GradientReduction:
         chunk for which this rank published none."""
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
         this = weakref.ref(self)  # the links live longer than this object
+
+        def note_failure(error: BaseException) -> None:
+            if (reduction := this()) is not None:
+                reduction._on_failure(error)
+
         self._exchange = GradientExchange(
             self._links,
             {key: chunk.owner for key, chunk in enumerate(self._chunks) if self.is_shared(chunk)},
@@ -90,7 +85,7 @@ class GradientReduction:
             completed=lambda complete: put(partial(self._apply_mean, complete)),
             release=_release_buffer,
             place=self._place_for,
-            failed=lambda error: _note_failure(this(), error),
+            failed=note_failure,
             coded=self._coded,
             rows={
                 key: _rows_of(chunk)
@@ -100,7 +95,7 @@ class GradientReduction:
             sums=self._sums,
             gaps_of=lambda key: self._chunks[key].gaps,
         )
-        self._links.add_failure_callback(lambda error: _note_failure(this(), error))
+        self._links.add_failure_callback(note_failure)
 
     @property
     def shared_chunks(self) -> list[Chunk]:
@@ -115,12 +110,14 @@ class GradientReduction:
         """Return whether this rank updates the chunk."""
         return chunk.owner == self._rank
 
+    def is_awaited(self, chunk: Chunk) -> bool:
+        """Return whether other ranks may still get a gradient of the chunk from this rank in this step."""
+        return self.is_shared(chunk) and not self._exchange.has_told(self._key_of[chunk])
+
     def exclude(self, chunks: Collection[Chunk]) -> None:
         """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
         the end of the backward, and their gradients fill their buffers until then. Called on the worker's thread."""
-        if self._ended is None:
-            self.excluded.update(chunks)
-            self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
+        self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread waits for buffers that other ranks read."""
@@ -131,7 +128,7 @@ class GradientReduction:
         ``apply`` is later called on the same thread with the mean. If the step is dropped, ``on_unwanted`` is
         called."""
         chunk = gradient.chunk
-        if chunk in self.published or chunk in self.excluded or self._ended is not None:
+        if not self.is_awaited(chunk):
             raise RuntimeError(
                 f"a gradient of {chunk} arrived after this rank had sent the chunk's gradient to other ranks; announce "
                 "a step's last backward by gradient_accumulation_steps or announce_backward"
@@ -143,11 +140,9 @@ class GradientReduction:
                 start, stop = piece.start_in_chunk, piece.stop_in_chunk
                 part = values[start:stop] if codec is None else CodedValues.in_place_of(values, codec).part(start, stop)
                 self._zero(part, is_on_device=bool(gradient.on_device))
-        self.published.add(chunk)
         if self.owns(chunk):  # the mean will be written to its buffer on the host
             sent_buffer = gradient.on_device
-            with self._lock:
-                self._waiting[chunk] = gradient, apply, on_unwanted
+            self._waiting[chunk] = gradient, apply, on_unwanted
         else:
             on_unwanted()
         is_on_device = gradient.leave_device()
@@ -161,11 +156,12 @@ class GradientReduction:
         else:
             _fill_with_zeros(values)
 
-    def _place_for(self, step: int, key: int) -> Tensor | None:
-        """Return the memory for an average; None if the step was dropped. Called on the thread of the exchange."""
+    def _place_for(self, step: int, key: int) -> ChunkGradient | None:
+        """Return the gradient that the average replaces, or None if the step was dropped. Its buffer is kept until the
+        average is applied. Called on the thread of the exchange."""
         chunk = self._chunks[key]
         with self._lock:
-            if step in self._dropped_steps:
+            if not self._exchange.is_wanted(step):
                 return None
             if chunk not in self._waiting:
                 gradient = ChunkGradient(chunk, self._new_buffer(chunk), set())
@@ -173,21 +169,20 @@ class GradientReduction:
             gradient = self._waiting[chunk][0]
             assert isinstance(gradient.buffer, Buffer)
             gradient.buffer.retain()
-            self._places[step, key] = gradient.buffer
-            return gradient.values
+            return gradient
 
     def _apply_mean(self, complete: CompleteGradient) -> None:
         """Apply the mean of one of this rank's chunks after all ranks have published their gradients. Called on the
         worker's thread."""
-        with self._lock:
-            place = self._places.pop((complete.step, complete.key), None)
-            is_wanted = place is not None and complete.step not in self._dropped_steps
-        if place is not None:
-            place.release()
-        if not is_wanted:
+        gradient = complete.place
+        if gradient is None:
             return
-        chunk = self._chunks[complete.key]
-        gradient, apply, _ = self._waiting.pop(chunk)
+        assert isinstance(gradient, ChunkGradient) and gradient.buffer is not None
+        gradient.buffer.release()
+        if not self._exchange.is_wanted(complete.step):
+            return
+        chunk = gradient.chunk
+        _, apply, _ = self._waiting.pop(chunk)
         bits = complete.slice_bits
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
         gradient.summed = set(gradient.slices)
@@ -214,52 +209,34 @@ class GradientReduction:
     def wait_for_sums(self) -> None:
         """End the step's gradients. Waits until the averages of all chunks of this rank are queued on the worker's
         thread, or another rank has dropped the step. Called on the computing thread."""
-        if self._ended is None:
-            self._ended = self._exchange.end_backward()
-        if not self._is_complete:
-            self._exchange.wait_until_complete(self._ended)
-            self._is_complete = True
+        self._exchange.end_backward()
+        self._exchange.wait_until_complete()
 
     def drop_step(self) -> None:
         """Drop the step's gradients. Called on the computing thread."""
         with self._lock:
-            self._dropped_steps.add(self._exchange.step if self._ended is None else self._ended)
-        if self._ended is None:
             self._exchange.abandon()
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
         """Forget the gradients for which no averages will come."""
-        with self._lock:
-            waiting = list(self._waiting.values())
-            self._waiting.clear()
-        for gradient, _, on_unwanted in waiting:
+        while self._waiting:
+            _, (gradient, _, on_unwanted) = self._waiting.popitem()
             assert gradient.buffer is not None
             gradient.buffer.release()
             on_unwanted()
 
     def end_step(self) -> None:
         """End the step. Gradients that are published later belong to the next step."""
-        self.published.clear()
-        self.excluded.clear()
-        self._ended, self._is_complete = None, False
+        self._exchange.begin_next()
 
     def fail(self, error: BaseException) -> None:
         """Tell other ranks that this one cannot continue. Any thread may call this."""
         self._links.fail(error)
 
-    def note_failure(self, error: BaseException) -> None:
-        """Note that another rank cannot continue."""
-        self._on_failure(error)
-
     def close(self) -> None:
         """Exchange no more gradients."""
         self._exchange.close()
-
-
-def _note_failure(reduction: GradientReduction | None, error: BaseException) -> None:
-    if reduction is not None:
-        reduction.note_failure(error)
 
 
 def _fill_with_zeros(values: Tensor | CodedValues) -> None:

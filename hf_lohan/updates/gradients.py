@@ -267,8 +267,7 @@ class GradientNorms:
                 norms.update((part, norm.to(_dtype_of(part))) for part, norm in zip(measured, on_host, strict=True))
             for part, pieces in self._summed.items():
                 numbers = [norm for _, norm in sorted(pieces.items())]  # chunks arrive in any order
-                norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
-                norms[part] = torch.tensor(norm, dtype=_dtype_of(part))
+                norms[part] = _norm_of_parts(part, numbers)
             self._on_host = norms
         return self._on_host
 
@@ -287,9 +286,8 @@ class GradientNorms:
         pieces.sort(order=("slice", "chunk"))
         self._on_host = {}
         for index in np.unique(pieces["slice"]):
-            numbers = pieces["norm"][pieces["slice"] == index].tolist()
-            norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
-            self._on_host[self._order[index]] = torch.tensor(norm, dtype=_dtype_of(self._order[index]))
+            part = self._order[index]
+            self._on_host[part] = _norm_of_parts(part, pieces["norm"][pieces["slice"] == index].tolist())
 
     @property
     def with_gradient(self) -> set[ParamSlice]:
@@ -300,6 +298,11 @@ class GradientNorms:
         self._first.clear()
         self._summed.clear()
         self._on_host = None
+
+
+def _norm_of_parts(part: ParamSlice, norms: list[float]) -> Tensor:
+    norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+    return torch.tensor(norm, dtype=_dtype_of(part))
 
 
 def _dtype_of(part: ParamSlice) -> torch.dtype:
@@ -315,18 +318,9 @@ class HeldGradients:
     """A step's waiting gradients, by chunk, in forward order. Used by one thread."""
 
     def __init__(self, setup: UpdateSetup, norms: GradientNorms) -> None:
-        self._spill = setup.spill
-        self._open_spill_of_sums = setup.open_spill_of_sums
+        self._setup = setup
         self._spill_of_sums: RecordFiles | None = None
-        self._keeps_dtypes = setup.keeps_gradient_dtypes
-        self._spilled_blocks = setup.spilled_blocks
-        self._recall = setup.recall
-        self._sums_stay_in_arrival_buffers = setup.sums_stay_in_arrival_buffers
-        self._gradients = setup.gradients
-        self._num_held_chunks = setup.num_held_chunks
-        self._shared_ram = setup.shared_ram
         self._norms = norms
-        self._blocks = setup.blocks
         self._position = {block: index for index, block in enumerate(setup.blocks)}
         self._held: dict[_Key, ChunkGradient] = {}
         self._unmeasured: set[_Key] = set()
@@ -340,7 +334,8 @@ class HeldGradients:
         """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more. With
         ``may_stay_coded``, the gradient of a single backward is returned as it arrived."""
         slices = {piece.param_slice for piece in arrived.pieces}
-        gradient = self._pop(self._key(arrived.chunk))
+        key = self._key(arrived.chunk)
+        gradient = self._pop(key) if key in self._held else None
         if arrived.on_device is not None:
             assert gradient is None, "an earlier backward of the step sent its gradient to the host"
             arrived.wait_for_copies()
@@ -375,8 +370,8 @@ class HeldGradients:
         read it there, and this rank needs its recall buffers earlier."""
         assert gradient.buffer is not None
         assert arrived.buffer is not None
-        is_recalled = isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._recall
-        if self._sums_stay_in_arrival_buffers and is_recalled:
+        is_recalled = isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._setup.recall
+        if self._setup.sums_stay_in_arrival_buffers and is_recalled:
             values.copy_(gradient.values)
             gradient.buffer.release()
             gradient.buffer = arrived.buffer
@@ -395,7 +390,6 @@ class HeldGradients:
         """Measure gradients that no final backward announced, for loops that do not say which backward is the last."""
         for key in sorted(self._unmeasured):
             gradient = self._pop(key)
-            assert gradient is not None
             self._bring_back_now(gradient)
             self.measure(gradient)
             self.hold(gradient)
@@ -410,13 +404,13 @@ class HeldGradients:
         if gradient.summed and not gradient.is_measured:
             self._unmeasured.add(key)
         block = gradient.chunk.block
-        if self._keeps_dtypes and gradient.dtype != block.master.working_dtype:
+        if self._setup.keeps_gradient_dtypes and gradient.dtype != block.master.working_dtype:
             # Memory was planned for one backward per step, so RAM has no place for a sum.
             self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
-        elif self._spilled_blocks and self._shared_ram is not None and self._shared_ram.num_bytes:
+        elif self._setup.spilled_blocks and self._setup.shared_ram is not None and self._setup.shared_ram.num_bytes:
             self._hold_where_there_is_room(key, is_final=is_final)
-        elif block.name in self._spilled_blocks:
-            self._write(gradient, self._spill)
+        elif block.name in self._setup.spilled_blocks:
+            self._write(gradient, self._setup.spill)
 
     def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
         """Hold the gradient in a buffer, or in the RAM that activations leave. If both are full, spill the gradient
@@ -426,21 +420,21 @@ class HeldGradients:
         if isinstance(gradient.buffer, TopPlace):
             return
         assert gradient.buffer is not None
-        may_stay = gradient.buffer.pool is self._gradients  # a recall buffer may not
-        if may_stay and len(self._in_buffers) < self._num_held_chunks:
+        may_stay = gradient.buffer.pool is self._setup.gradients  # a recall buffer may not
+        if may_stay and len(self._in_buffers) < self._setup.num_held_chunks:
             self._stay_in_buffer(key)
         elif is_final and self._move_to_shared_ram(gradient):
             return
         elif may_stay and (last := self._last_in_buffers()) is not None and last > key:
             self._in_buffers.remove(last)
-            self._write(self._held[last], self._spill)
+            self._write(self._held[last], self._setup.spill)
             self._stay_in_buffer(key)
         else:
-            self._write(gradient, self._spill)
+            self._write(gradient, self._setup.spill)
 
     def hold_in_shared_ram(self, gradient: ChunkGradient) -> bool:
         """Hold a gradient for the next forward if shared RAM has room, and return whether it has."""
-        has_room = self._shared_ram is not None and not gradient.is_zero and self._move_to_shared_ram(gradient)
+        has_room = self._setup.shared_ram is not None and not gradient.is_zero and self._move_to_shared_ram(gradient)
         if has_room:
             self._held[self._key(gradient.chunk)] = gradient
         return has_room
@@ -449,7 +443,7 @@ class HeldGradients:
         if not self._in_buffers:
             self._may_be_spilled.clear()
         self._in_buffers.add(key)
-        if self._held[key].chunk.block.name in self._spilled_blocks:
+        if self._held[key].chunk.block.name in self._setup.spilled_blocks:
             heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
 
     def _last_in_buffers(self) -> _Key | None:
@@ -467,10 +461,10 @@ class HeldGradients:
         """Move a gradient to shared RAM if there is room that the next forward does not need before the gradient is
         applied. Until that forward reaches the block, it needs as much RAM as the last forward (`marks`), so it always
         finds the same room."""
-        ram, values = self._shared_ram, gradient.values
+        ram, values = self._setup.shared_ram, gradient.values
         assert ram is not None and gradient.buffer is not None
         position = self._position[gradient.chunk.block]
-        needed_bytes = max(ram.marks.get(block.name, 0) for block in self._blocks[: position + 1])
+        needed_bytes = max(ram.marks.get(block.name, 0) for block in self._setup.blocks[: position + 1])
         place = ram.push_top(values.nbytes, leave=needed_bytes)
         if place is None:
             return False
@@ -488,19 +482,19 @@ class HeldGradients:
 
     def _opened_spill_of_sums(self, dtype: torch.dtype) -> RecordFiles:
         if self._spill_of_sums is None:
-            assert self._open_spill_of_sums is not None
+            assert self._setup.open_spill_of_sums is not None
             logger.warning(
                 "gradients of %s are summed over several backwards, but memory was taken for one backward per step, "
                 "so sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
                 dtype,
             )
-            self._spill_of_sums = self._open_spill_of_sums()
+            self._spill_of_sums = self._setup.open_spill_of_sums()
         return self._spill_of_sums
 
-    def _pop(self, key: _Key) -> ChunkGradient | None:
+    def _pop(self, key: _Key) -> ChunkGradient:
         self._unmeasured.discard(key)
         self._in_buffers.discard(key)
-        return self._held.pop(key, None)
+        return self._held.pop(key)
 
     @property
     def chunks(self) -> set[Chunk]:
@@ -519,17 +513,14 @@ class HeldGradients:
                 f"the gradient of {chunk} waits on the SSD and other ranks need it, because no backward was announced "
                 "as the step's last; set gradient_accumulation_steps, or call announce_backward"
             )
-        gradient = self._pop(key)
-        assert gradient is not None
-        return gradient
+        return self._pop(key)
 
     def pop_into(self, chunk: Chunk, buffer: Buffer) -> ChunkGradient:
         """Remove and return a gradient, in a buffer of the arrivals' pool, which other ranks can read. The gradient
         moves to ``buffer`` if it is not in this pool."""
         gradient = self._pop(self._key(chunk))
-        assert gradient is not None
         earlier = gradient.buffer
-        if isinstance(earlier, Buffer) and earlier.pool is self._gradients:
+        if isinstance(earlier, Buffer) and earlier.pool is self._setup.gradients:
             buffer.release()
             return gradient
         values = buffer.view(gradient.dtype, chunk.numel)
@@ -547,15 +538,12 @@ class HeldGradients:
     def pop_all(self) -> Iterator[ChunkGradient]:
         """Remove and return all gradients, in forward order."""
         for key in sorted(self._held):
-            gradient = self._pop(key)
-            assert gradient is not None
-            yield gradient
+            yield self._pop(key)
 
     def forget_gradients(self, chunks: Iterable[Chunk]) -> None:
         """Drop the gradients of these chunks."""
         for chunk in chunks:
             gradient = self._pop(self._key(chunk))
-            assert gradient is not None
             if gradient.buffer is not None:
                 gradient.buffer.release()
             elif gradient.spill_write is not None:
@@ -565,7 +553,7 @@ class HeldGradients:
 
     def can_bring_back(self, gradient: ChunkGradient) -> bool:
         """Return whether a buffer is free for `bring_back`."""
-        return gradient.buffer is not None or gradient.is_zero or self._recall.num_free > 0
+        return gradient.buffer is not None or gradient.is_zero or self._setup.recall.num_free > 0
 
     def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
         """Read a spilled gradient into a recall buffer. Returns the reads, which must be done and verified before the
@@ -574,7 +562,7 @@ class HeldGradients:
             return []
         assert gradient.spilled_to is not None and gradient.spill_write is not None
         gradient.spill_write.wait()
-        gradient.buffer = self._recall.acquire()
+        gradient.buffer = self._setup.recall.acquire()
         chunk = gradient.chunk
         return [gradient.spilled_to.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
 
@@ -590,7 +578,7 @@ class HeldGradients:
             widen_in_place(buffer.bytes, gradient.dtype, numel)
             gradient.dtype = torch.float32
         else:
-            gradient.buffer, gradient.dtype = self._recall.acquire(), torch.float32
+            gradient.buffer, gradient.dtype = self._setup.recall.acquire(), torch.float32
             gradient.values.copy_(values)
             buffer.release()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,14 +19,9 @@ from hf_lohan.model import Block, Chunk
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import raised_anew
 
-
-class DeliveryListener(ABC):
-    """Interface of an object that is told the end of a delivery."""
-
-    @abstractmethod
-    def on_delivered(self, error: BaseException | None) -> None:
-        """Handle the end of a delivery. All copies are enqueued on the device's H2D lane, or ``error`` is set. Called
-        once: immediately if the delivery has ended, else on the updating thread or the thread of a failed update."""
+OnDelivered: TypeAlias = Callable[[BaseException | None], object]
+"""Takes the error of a delivery that has ended, or None if all copies are enqueued on the device's H2D lane. Called
+once: immediately if the delivery has ended, else on the updating thread or the thread of a failed update."""
 
 
 class UpdatesDroppedError(RuntimeError):
@@ -74,7 +68,7 @@ class Delivery:
         self._lock = threading.Lock()
         self._has_ended = not self.to_come
         self._error: BaseException | None = None
-        self._listener: DeliveryListener | None = None
+        self._on_delivered: OnDelivered | None = None
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
         """Yield [start, stop) of the block's elements that are not delivered. The store has these."""
@@ -86,21 +80,20 @@ class Delivery:
         if start < self.weights.numel():
             yield start, self.weights.numel()
 
-    def set_listener(self, listener: DeliveryListener) -> None:
-        """Call ``listener`` when the delivery has ended."""
+    def call_at_end(self, on_delivered: OnDelivered) -> None:
+        """Call ``on_delivered`` when the delivery has ended."""
         self._free_copied()
         with self._lock:
             if not self._has_ended:
-                self._listener = listener
+                self._on_delivered = on_delivered
                 return
-        listener.on_delivered(self._error)
+        on_delivered(self._error)
 
     def wait(self) -> None:
         """Wait for the end of the delivery. Raises its error."""
-        end = _DeliveryEnd()
-        self.set_listener(end)
-        error = end.errors.get()
-        if error is not None:
+        errors: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.call_at_end(errors.put)
+        if (error := errors.get()) is not None:
             raise error
 
     def _free_copied(self) -> None:
@@ -113,19 +106,9 @@ class Delivery:
         """End the delivery, because no more chunks will come. Called by the updates."""
         with self._lock:
             self._has_ended, self._error = True, error
-            listener = self._listener
-        if listener is not None:
-            listener.on_delivered(error)
-
-
-class _DeliveryEnd(DeliveryListener):
-    """Listener for a thread that waits for the delivery."""
-
-    def __init__(self) -> None:
-        self.errors: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self.errors.put(error)
+            on_delivered = self._on_delivered
+        if on_delivered is not None:
+            on_delivered(error)
 
 
 class Handover:

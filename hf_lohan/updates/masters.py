@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,26 +21,13 @@ from hf_lohan.optim.precision import (
     encode_master_,
     open_ties_,
 )
-from hf_lohan.store import StoreLayout
+from hf_lohan.store import Store
+from hf_lohan.updates.missed_steps import UpToDateRecords
 
 _WINDOW_NUMEL = 64 * TIE_RUN_NUMEL
 
 
-class MasterRecords(Protocol):
-    """The records of a store, or records with all steps applied."""
-
-    @property
-    def layout(self) -> StoreLayout: ...
-
-    def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None: ...
-
-    def write_unaligned(
-        self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor, *, may_tear: bool = True
-    ) -> None: ...
-
-    def tie_codes(self, block: str, start_numel: int, numel: int) -> Tensor: ...
-
-    def set_tie_codes(self, block: str, start_numel: int, numel: int, codes: Tensor) -> None: ...
+MasterRecords: TypeAlias = Store | UpToDateRecords
 
 
 def master_pieces(first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -32,6 +32,7 @@ class GradientPipeline:
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
         """`exchange`: sums each chunk's gradient over all ranks (see `RankGradientPipeline`)."""
+        self._exchange = exchange
         self.holds_gradients = setup.holds_gradients
         self._norms = GradientNorms(setup.slices)
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
@@ -40,6 +41,8 @@ class GradientPipeline:
         self._announced: set[Chunk] = set()
         self._passed: dict[Chunk, None] = {}
         """Chunks that the step's backwards passed, with or without a gradient."""
+        self._excluded: set[Chunk] = set()
+        """Chunks of which this rank has no gradient in the step. Other ranks may have updated them already."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._num_backwards = 0
         """Number of backwards of the step in progress."""
@@ -79,7 +82,7 @@ class GradientPipeline:
 
     def updates_chunk(self, chunk: Chunk) -> bool:
         """Return whether this rank updates the chunk."""
-        return True
+        return self._exchange is None or self._exchange.owns(chunk)
 
     def submit(self, arrived: ArrivedChunk, *, is_final: bool, borrowed: BorrowedSlot | None = None) -> None:
         """Submit an arrived chunk. `is_final`: no later backward of this step adds to it. `borrowed`: the slot with the
@@ -99,22 +102,29 @@ class GradientPipeline:
 
     def wait_for_ranks(self) -> AbstractContextManager[None]:
         """Return a context in which the calling thread may wait for other ranks."""
-        return nullcontext()
+        return nullcontext() if self._exchange is None else self._exchange.waiting()
 
     def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
         """Note that the step's last backward, which begins now, reaches none of these blocks. Returns their chunks that
         have gradients of earlier backwards. The caller must call `publish_held` for these chunks, in the order in which
         their gradients came."""
-        return []
+        shared = [] if self._exchange is None else self._exchange.shared_chunks
+        chunks = [chunk for chunk in shared if chunk.block in blocks]
+        without = [chunk for chunk in chunks if chunk not in self._announced]
+        if without:
+            self._excluded.update(without)
+            self._thread.submit(partial(self._worker.exclude, without))
+        return [chunk for chunk in chunks if chunk in self._announced]
 
     def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
         """Return the chunks for which `publish_held` must be called after the step's last backward. ``arrived``: the
         chunks whose gradients came in this backward."""
-        return []
+        exchange = self._exchange
+        return [] if exchange is None else [chunk for chunk in self._announced - arrived if exchange.is_shared(chunk)]
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
         """Give other ranks a gradient of earlier backwards. It moves to `buffer` if they cannot read its buffer."""
-        raise AssertionError("a single rank publishes nothing")
+        self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     @property
     def has_gradients(self) -> bool:
@@ -127,9 +137,12 @@ class GradientPipeline:
         return self.has_gradients and not self.holds_gradients
 
     def has_begun_to_update(self, part: ParamSlice) -> bool:
-        """Return whether backward has updated a parameter, or a part of it, in a step that is not finished."""
-        pieces = (piece for chunk in self._announced for piece in chunk.pieces)
-        return self.has_begun_updates and any(piece.param_slice.parameter is part.parameter for piece in pieces)
+        """Return whether backward has updated a parameter, or a part of it, or may have on other ranks, in a step that
+        is not finished."""
+        if self.holds_gradients:
+            return False
+        chunks = self._announced | self._excluded if part.parameter.requires_grad else self._announced
+        return any(piece.param_slice.parameter is part.parameter for chunk in chunks for piece in chunk.pieces)
 
     @property
     def is_past_undoing(self) -> bool:
@@ -140,8 +153,8 @@ class GradientPipeline:
 
     def wait_for_norms(self, max_norm: float | None = None) -> None:
         """Wait until the norms of all the step's gradients are known. With several ranks, no rank adds to the step's
-        gradients afterwards. ``max_norm``: the norm to which this rank clips them. Raises RanksDisagreeError if a rank
-        drops them, or clips or updates otherwise."""
+        gradients afterwards. ``max_norm``: the norm to which this rank clips them. Raises RanksDisagreeError if
+        another rank drops its gradients, or clips or updates differently."""
         self._thread.call(self._worker.measure_rest)
 
     def total_norm(self) -> Tensor:
@@ -210,7 +223,7 @@ class GradientPipeline:
         """Tell other ranks that the step's gradients are dropped."""
 
     def _begin_next(self) -> None:
-        self._announced, self._passed, self._num_backwards = set(), {}, 0
+        self._announced, self._passed, self._excluded, self._num_backwards = set(), {}, set(), 0
         self._norms.clear()
 
     # Called by readers of weights and of the store.
@@ -264,7 +277,7 @@ class GradientPipeline:
 
     def set_speculation(self, is_wanted: bool) -> None:
         """Set whether later steps guess. Call this between two steps."""
-        self._guesses.want_guesses(is_wanted)
+        self._guesses.are_wanted = is_wanted
 
     def undo_guesses(self) -> set[Block]:
         """Undo the updates on a guess of the step in progress, because its old weights are needed. Returns the blocks
@@ -292,15 +305,14 @@ class RankGradientPipeline(GradientPipeline):
     """The pipeline of one of several ranks. Each chunk is summed over all ranks and updated by its owner. All ranks
     agree on each step's norms before they apply the step."""
 
+    _exchange: GradientReduction
+
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction, agreement: StepAgreement) -> None:
-        self._exchange = exchange
         self._agreement = agreement
         self._is_agreed = False
         """Whether all ranks know the norms of the step in progress, and apply it."""
         self._passed_elsewhere: set[Chunk] = set()
         """Chunks of other ranks' experts that the step's backwards passed. They take the step on their ranks."""
-        self._excluded: set[Chunk] = set()
-        """Chunks of which this rank has no gradient in the step. Other ranks may have updated them already."""
         super().__init__(setup, exchange)
         exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
 
@@ -311,9 +323,6 @@ class RankGradientPipeline(GradientPipeline):
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
         """Do nothing, because the sums over all ranks are measured instead."""
 
-    def updates_chunk(self, chunk: Chunk) -> bool:
-        return self._exchange.owns(chunk)
-
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             assert not self._exchange.is_shared(chunk), "other ranks may have a gradient of this chunk"
@@ -321,31 +330,6 @@ class RankGradientPipeline(GradientPipeline):
                 super().note_passed([chunk])
             else:
                 self._passed_elsewhere.add(chunk)
-
-    def wait_for_ranks(self) -> AbstractContextManager[None]:
-        return self._exchange.waiting()
-
-    def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
-        chunks = [chunk for chunk in self._exchange.shared_chunks if chunk.block in blocks]
-        held = [chunk for chunk in chunks if chunk in self._announced]
-        without = [chunk for chunk in chunks if chunk not in self._announced]
-        if without:
-            self._excluded.update(without)
-            self._thread.submit(partial(self._worker.exclude, without))
-        return held
-
-    def has_begun_to_update(self, part: ParamSlice) -> bool:
-        """Return whether backward has updated a parameter, or may have on other ranks, in a step that is not
-        finished."""
-        pieces = (piece for chunk in self._excluded for piece in chunk.pieces if not self.holds_gradients)
-        is_excluded = any(piece.param_slice.parameter is part.parameter for piece in pieces)
-        return super().has_begun_to_update(part) or (is_excluded and part.parameter.requires_grad)
-
-    def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
-        return [chunk for chunk in self._announced - arrived if self._exchange.is_shared(chunk)]
-
-    def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     def wait_for_norms(self, max_norm: float | None = None) -> None:
         if self._is_agreed:
@@ -378,7 +362,6 @@ class RankGradientPipeline(GradientPipeline):
     def _begin_next(self) -> None:
         super()._begin_next()
         self._passed_elsewhere.clear()
-        self._excluded.clear()
         self._exchange.end_step()
         self._is_agreed = False
 

@@ -155,16 +155,6 @@ class StepTransaction:
                 "read it after step(), or set max_grad_norm > 0 to keep gradients until step()"
             )
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether updates of this step run in its backward."""
-        return self._pipeline.updates_in_backward
-
-    @property
-    def has_begun_updates(self) -> bool:
-        """Whether backward has updated blocks in the step."""
-        return self._pipeline.has_begun_updates
-
     def begin_backward(self) -> None:
         """Prepare for the gradients of a backward. Raises RuntimeError if torch would add them to this step's clipped
         gradients, or to those of the last step, which are gone."""

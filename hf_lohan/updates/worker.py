@@ -52,12 +52,8 @@ class UpdateWorker:
         self.abandoned: tuple[set[Block], bool] = (set(), False)
         """The blocks that were updated by steps abandoned after the last gradient arrived, and whether updates remain
         in them. Several steps are possible, because an interrupted caller calls `abandon_step` again."""
-        self._group_of = setup.group_of
-        self._are_held = setup.holds_gradients
-        self._is_optimized = setup.schedule == "optimized"
-        self._store = setup.store
+        self._setup = setup
         self._missed = setup.missed
-        self._step_counts = setup.step_counts
         self._missing: set[ParamSlice] = set()
         """Parameters that take the step in progress at a later time."""
         self._handover = handover
@@ -65,7 +61,6 @@ class UpdateWorker:
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, on_failure)
         self._guess = Guess(setup.group_of)
-        self._chunks = setup.chunks
         self._waiting: set[Chunk] = set()
         """Chunks of the step that are parked although gradients need not be held."""
         self.park(setup.parked_share)
@@ -74,7 +69,7 @@ class UpdateWorker:
 
     def close(self) -> None:
         """End the threads that update. Call this after the last update."""
-        self._queue.close()
+        self._queue.updater.threads.close()
 
     def finish_pending(self) -> bool:
         """Finish the last update while no command waits. Returns False if no update was pending."""
@@ -87,9 +82,9 @@ class UpdateWorker:
         self._handover.forget_written()
 
     def park(self, share: float) -> None:
-        """Hold this share of the gradients for the next forward. Their updates then run as those that are deferred."""
-        parked = spread_share([chunk.numel for chunk in self._chunks], share)
-        self._parked = {chunk for chunk, is_parked in zip(self._chunks, parked, strict=True) if is_parked}
+        """Hold this share of the gradients for the next forward. Their updates then run like deferred updates."""
+        parked = spread_share([chunk.numel for chunk in self._setup.chunks], share)
+        self._parked = {chunk for chunk, is_parked in zip(self._setup.chunks, parked, strict=True) if is_parked}
 
     # Called in backward.
 
@@ -99,7 +94,7 @@ class UpdateWorker:
         self.abandoned = (set(), False)
         is_waiting = arrived.chunk in self._waiting
         if is_waiting or arrived.chunk in self._queue.chunks:  # the chunk has already been updated, or will be
-            if not self._are_held:
+            if not self._setup.holds_gradients:
                 waiting = self._held.slices_of(arrived.chunk) if is_waiting else set()
                 self._queue.refuse_second(arrived, waiting)
             self.undo_guesses()
@@ -125,7 +120,7 @@ class UpdateWorker:
         try:
             self._held.measure(gradient)
             is_parked = gradient.chunk in self._parked
-            if not self._are_held:
+            if not self._setup.holds_gradients:
                 if not self._begin_updates():
                     gradient.refuse_not_finite()
                 if is_parked and self._held.hold_in_shared_ram(gradient):
@@ -133,7 +128,7 @@ class UpdateWorker:
                     return
                 self._waiting.discard(gradient.chunk)
                 self._handover.announce([gradient.chunk])
-                self._queue.update(gradient, self._group_of, borrowed=borrowed)
+                self._queue.update(gradient, self._setup.group_of, borrowed=borrowed)
             elif not is_parked and self._guess.decide(may_guess and self._begin_updates()):
                 self._queue.update(gradient, self._guess.group_of, borrowed=borrowed, is_guess=True)
             else:
@@ -145,7 +140,7 @@ class UpdateWorker:
         """Prepare the store before each update in backward. Returns whether the step can be undone, which needs a store
         with drafts, and no drafts of an earlier step."""
         if self.can_undo is None:
-            self.can_undo = self._store.num_homes > 1 and not self._store.has_drafts
+            self.can_undo = self._setup.store.num_homes > 1 and not self._setup.store.has_drafts
         return self.can_undo
 
     def measure_rest(self) -> None:
@@ -155,8 +150,7 @@ class UpdateWorker:
     def publish_rest(self) -> None:
         """Publish to other ranks the gradients that no final backward announced."""
         assert self._exchange is not None
-        unpublished = self._held.chunks - self._exchange.published - self._exchange.excluded
-        for chunk in filter(self._exchange.is_shared, unpublished):
+        for chunk in filter(self._exchange.is_awaited, self._held.chunks):
             gradient = self._held.pop_gradient(chunk)
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
 
@@ -182,7 +176,7 @@ class UpdateWorker:
         """Return the store to the last commit. Held gradients stay."""
         self.wait_for_writes()
         self.undone_s += self._queue.forget_updates()
-        self._store.drop_drafts()
+        self._setup.store.drop_drafts()
         self._missed.undo()
 
     # Called at the end of a step.
@@ -192,20 +186,20 @@ class UpdateWorker:
         held gradients. `of_zeros`: chunks without a gradient in this step, which are updated with zeros."""
         applied = self._judge(clip_coefficient, group_of)
         others = self._held.chunks | self._queue.chunks
-        eager, late, self._missing = self._missed.decide_step(of_zeros, others, group_of, self._step_counts)
+        eager, late, self._missing = self._missed.decide_step(of_zeros, others, group_of, self._setup.step_counts)
         self._queue.wait_for_writes_of(self._missed.added)  # readers of these blocks read all records afterwards
         for chunk in eager:
             self._held.hold(ChunkGradient.of_zeros(chunk))
         for chunk in late:
             self._held.hold(ChunkGradient.of_nothing(chunk))
-        if self._is_optimized:
+        if self._setup.schedule == "optimized":
             self._handover.announce(self._held.chunks)
         return applied
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Applied:
         """Accept or undo guesses. `apply_held` applies the gradients that are then still held. After a right guess,
         these are parked gradients, and gradients to which the last backward added nothing."""
-        if not self._are_held:
+        if not self._setup.holds_gradients:
             self._queue.finish_pending()  # must precede a scheduler's change of hyperparameters
             return "in_backward"
         if not self._guess.is_on:
@@ -240,7 +234,7 @@ class UpdateWorker:
             rest = {chunk for block in updated for chunk in self._missed.chunks(block)} - self._queue.chunks
             for chunk in rest:
                 if self._missed.is_behind(chunk):
-                    self._queue.update(ChunkGradient.of_nothing(chunk), self._group_of)
+                    self._queue.update(ChunkGradient.of_nothing(chunk), self._setup.group_of)
         touched, remains = self.abandoned
         self.abandoned = touched | updated, remains or bool(self._queue.chunks)
         self._end_step()
@@ -303,9 +297,6 @@ class SpeculativeBlocks:
         self._blocks: set[Block] = set()
         self._lock = Lock()
 
-    def want_guesses(self, are_wanted: bool) -> None:
-        self.are_wanted = are_wanted
-
     def __contains__(self, block: Block) -> bool:
         return block in self._blocks
 
@@ -345,10 +336,9 @@ class UpdateQueue:
         self, setup: UpdateSetup, held: HeldGradients, handover: Handover, on_failure: Callable[[BaseException], None]
     ) -> None:
         """`held`: brings spilled gradients back, and holds the gradients of guesses."""
-        self._updater = ChunkUpdater(setup, handover, on_failure)
+        self._setup = setup
+        self.updater = ChunkUpdater(setup, handover, on_failure)
         self._held = held
-        self._is_optimized = setup.schedule == "optimized"
-        self._step_counts = setup.step_counts
         self._timeline = setup.device.timeline
         self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
         self._writes: deque[tuple[Chunk, IoRequest]] = deque()
@@ -377,11 +367,11 @@ class UpdateQueue:
             with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
                 reads = self._held.bring_back(gradient)
             self._wait_for_writes_of(gradient.chunk)
-            update = self._updater.begin_update(gradient, reads, borrowed=borrowed, is_guess=is_guess, buffers=buffers)
+            update = self.updater.begin_update(gradient, reads, borrowed=borrowed, is_guess=is_guess, buffers=buffers)
             if not may_borrow:
                 self._finish_all()
             self._pending.append((update, group_of, clip_coefficient))
-            if not self._is_optimized:
+            if self._setup.schedule != "optimized":
                 self._finish_all()
                 self._wait_for_all_writes()
 
@@ -391,16 +381,12 @@ class UpdateQueue:
         first update is finished."""
         while len(self._pending) > 1:
             can_begin = may_borrow and self._held.can_bring_back(gradient)
-            buffers = self._updater.borrowed_buffers(gradient.chunk) if can_begin else None
+            buffers = self.updater.borrowed_buffers(gradient.chunk) if can_begin else None
             if buffers is not None:
                 return buffers
             self._finish_first()
         chunk = gradient.chunk
-        return self._updater.free_buffers(chunk) or (self._updater.borrowed_buffers(chunk) if may_borrow else None)
-
-    def close(self) -> None:
-        """End the threads that update. Call this after the last update."""
-        self._updater.close()
+        return self.updater.free_buffers(chunk) or (self.updater.borrowed_buffers(chunk) if may_borrow else None)
 
     def finish_pending(self) -> bool:
         """Finish updates whose reads are issued. Returns False if there were none."""
@@ -442,7 +428,7 @@ class UpdateQueue:
         """Count one more step for updated parameters, and for those that other ranks update."""
         self.finish_pending()
         for part in {piece.param_slice for piece in self._pieces} | set(of_others):
-            self._step_counts[part] += 1
+            self._setup.step_counts[part] += 1
         self.forget_updates()
 
     @contextmanager
@@ -457,7 +443,7 @@ class UpdateQueue:
 
     def _finish_first(self) -> None:
         update, group_of, clip_coefficient = self._pending.popleft()
-        writes = self._updater.finish_update(update, group_of, clip_coefficient)
+        writes = self.updater.finish_update(update, group_of, clip_coefficient)
         self._writes.extend((update.gradient.chunk, write) for write in writes)
         if update.is_guess:
             self._held.hold(update.gradient, is_final=True)

@@ -6,7 +6,7 @@ forward or a backward needs it. This package has no hooks and no gradients. `eng
 and `updates` reports which blocks have changed.
 """
 
-from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, RankLoader, WeightSource
+from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, RankLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
 from hf_lohan.weights.node_shards import NodeShards

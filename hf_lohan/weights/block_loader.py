@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from hf_lohan.costs import SizeClass
@@ -15,7 +14,7 @@ from hf_lohan.model import Block
 from hf_lohan.ranks import CodedTraffic
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import DeliveryListener
+from hf_lohan.updates import OnDelivered
 from hf_lohan.weights.load_order import NextLayer, NextLoad, SlotLoad
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.schedule import LoadSchedule, PassSchedule
@@ -27,33 +26,48 @@ _MORE_AHEAD = 2
 _TAKES_BACK_AFTER_S = 0.2
 
 
-class Loads(Protocol):
-    """Loads the blocks of a pass, with one or several loaders. See `BlockLoader`."""
+class WeightSource(Protocol):
+    """Loads weights into slots. Only the source knows where the weights are, and in how many parts."""
 
-    def begin_pass(self, *, is_training: bool) -> None: ...
+    def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
+        """Order the reads of a block. ``on_delivered`` is called when all copies are enqueued on the H2D lane, or with
+        an error. It may be called within `begin_load`, within a later call, or on the updating thread. One thread calls
+        `begin_load`, in the order of loads. Raises the error if the load cannot begin."""
 
-    def foresee_pass(self, *, is_training: bool) -> None: ...
-
-    def end_pass(self) -> None: ...
-
-    def cancel_pass(self) -> None: ...
-
-    def acquire(self, block: Block, *, for_operation: bool = False) -> Slot: ...
-
-    def close(self) -> None: ...
+    def finish_loads(self) -> None:
+        """Wait until all reads have ended and their copies are enqueued."""
 
 
-class BlockLoader(ABC):
-    """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use."""
+class BlockLoader:
+    """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use. The
+    thread chooses each load at its start (`NextLoad`), so an urgent load is always the next one. A block is loaded
+    ahead only into a slot whose present block is needed later than the new one, or not at all."""
 
-    def __init__(self, ring: SlotRing, schedule: PassSchedule[Any], *, thread_name: str = "lohan-prefetch") -> None:
+    def __init__(
+        self,
+        ring: SlotRing,
+        source: WeightSource,
+        schedule: PassSchedule[Any],
+        next_load: NextLoad,
+        *,
+        overlaps_loads: bool = False,
+        thread_name: str = "lohan-prefetch",
+    ) -> None:
+        """``overlaps_loads``: the reads of a load begin before the reads of the previous load have ended. Copies then
+        wait for slots that compute still reads. With layers this would delay the copies of the block that is needed
+        first."""
         self._ring = ring
+        self._source = source
         self._schedule = schedule
+        self._next_load = next_load
+        self._overlaps_loads = overlaps_loads
         self._thread_name = thread_name
         self._failure: BaseException | None = None
         self._thread_ended_by: BaseException | None = None
         self._is_closed = False
         self._owner = Owner()
+        self.beside: BlockLoader | None = None
+        """Loads and hands out other blocks in the same passes, such as experts."""
         self.num_urgent = 0
         self._thread: threading.Thread | None = None
 
@@ -69,24 +83,32 @@ class BlockLoader(ABC):
             self._schedule.begin_pass(is_training=is_training)
             self._reset_failure()
             self._order_loads()
+        if self.beside is not None:
+            self.beside.begin_pass(is_training=is_training)
 
     def foresee_pass(self, *, is_training: bool) -> None:
         """Begin to load the blocks that the next pass of this kind needs first."""
         with self._ring.lock:
             self._schedule.foresee_pass(is_training=is_training)
             self._order_loads()
+        if self.beside is not None:
+            self.beside.foresee_pass(is_training=is_training)
 
     def end_pass(self) -> None:
         """End a complete pass. The next pass of its kind follows its order."""
         with self._ring.lock:
             self._schedule.end_pass()
             self._order_loads()  # an interrupted pass may continue
+        if self.beside is not None:
+            self.beside.end_pass()
 
     def cancel_pass(self) -> None:
         """End a pass early."""
         with self._ring.lock:
             self._schedule.cancel_pass()
             self._reset_failure()
+        if self.beside is not None:
+            self.beside.cancel_pass()
 
     def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
         """Pin a block, wait until its load is enqueued, and return its slot. Compute that is enqueued afterwards may
@@ -135,16 +157,21 @@ class BlockLoader(ABC):
             self._is_closed = True
             self._ring.changed.notify_all()
         self._thread.join()
+        if self.beside is not None:
+            self.beside.close()
 
-    @abstractmethod
     def _order_loads(self) -> None:
-        """Order the loads that have become possible because a block is needed or a slot is free. The caller of this and
-        the next two methods holds the lock."""
+        self._ring.changed.notify_all()  # the thread chooses
 
-    @abstractmethod
     def _order_urgent(self, block: Block) -> None:
-        """Order the load of an unforeseen block, and return when the block has a slot. Raises the error that prevents
-        it."""
+        """Return when an unforeseen block has a slot. Raises the error that prevents it. The caller holds the lock."""
+        self._next_load.urgent.append(block)
+        try:
+            self._ring.changed.notify_all()
+            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
+            self._raise_failure()
+        finally:
+            self._next_load.urgent.remove(block)
 
     def _reset_failure(self) -> None:
         """Forget the failure, because a load that failed may succeed in the next pass."""
@@ -160,57 +187,6 @@ class BlockLoader(ABC):
                 self._thread_ended_by = error
                 self._ring.changed.notify_all()
 
-    @abstractmethod
-    def _load_until_closed(self) -> None: ...
-
-
-class WeightSource(Protocol):
-    """Loads weights into slots. Only the source knows where the weights are, and in how many parts."""
-
-    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Order the reads of a block. ``listener`` is called when all copies are enqueued on the H2D lane, or with an
-        error. It may be called within `begin_load`, within a later call, or on the updating thread. One thread calls
-        `begin_load`, in the order of loads. Raises the error if the load cannot begin."""
-
-    def finish_loads(self) -> None:
-        """Wait until all reads have ended and their copies are enqueued."""
-
-
-class LocalLoader(BlockLoader):
-    """Loads blocks of this process's store. The thread chooses each load at its start (`NextLoad`), so an urgent load
-    is always the next one. A block is loaded ahead only into a slot whose present block is needed later than the new
-    one, or not at all."""
-
-    def __init__(
-        self,
-        ring: SlotRing,
-        source: WeightSource,
-        schedule: PassSchedule[Any],
-        next_load: NextLoad,
-        *,
-        overlaps_loads: bool = False,
-        thread_name: str = "lohan-prefetch",
-    ) -> None:
-        """``overlaps_loads``: the reads of a load begin before the reads of the previous load have ended. Copies then
-        wait for slots that compute still reads. With layers this would delay the copies of the block that is needed
-        first."""
-        super().__init__(ring, schedule, thread_name=thread_name)
-        self._source = source
-        self._next_load = next_load
-        self._overlaps_loads = overlaps_loads
-
-    def _order_loads(self) -> None:
-        self._ring.changed.notify_all()  # the thread chooses
-
-    def _order_urgent(self, block: Block) -> None:
-        self._next_load.urgent.append(block)
-        try:
-            self._ring.changed.notify_all()
-            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
-            self._raise_failure()
-        finally:
-            self._next_load.urgent.remove(block)
-
     def _load_until_closed(self) -> None:
         while not self._is_closed:
             load = self._claim_load(waits=not self._overlaps_loads)
@@ -218,13 +194,13 @@ class LocalLoader(BlockLoader):
                 self._source.finish_loads()
                 load = self._claim_load(waits=True)
             if load is not None:
-                end = _LoadEnd(self, load)
+                end = partial(self._end_load, load)
                 try:
                     self._source.begin_load(load.block, load.slot, end)
                     if not self._overlaps_loads:
                         self._source.finish_loads()
                 except BaseException as error:
-                    end.on_delivered(error)
+                    end(error)
         self._source.finish_loads()
 
     def _claim_load(self, *, waits: bool) -> SlotLoad | None:
@@ -267,7 +243,7 @@ class LocalLoader(BlockLoader):
         """Note that the block's load is enqueued. The caller holds the lock."""
 
 
-class LayerLoader(LocalLoader):
+class LayerLoader(BlockLoader):
     """Loads all blocks except experts, in the order of a `LoadSchedule`."""
 
     def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
@@ -276,7 +252,7 @@ class LayerLoader(LocalLoader):
         self._start()
 
 
-class RankLoader(LocalLoader):
+class RankLoader(BlockLoader):
     """Loads all blocks except experts and rows together with other ranks (`SharedWeights`). Later loads begin while the
     first one runs. An error ends the run on all ranks."""
 
@@ -310,7 +286,7 @@ class RankLoader(LocalLoader):
     def _take_back_slots(self, *, is_needed: bool) -> bool:
         """Take slots back that updates borrow, if a load has waited for a slot for a moment. The updates may wait for
         ranks that wait for this load. They then read the store instead. Returns whether slots were taken back."""
-        borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.num_borrows]
+        borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.borrowed]
         if not (is_needed and borrowed and self._next_load.is_due):
             self._no_slot_since_s = None
             return False
@@ -338,12 +314,3 @@ class RankLoader(LocalLoader):
         super()._end_load(load, error)
         if error is not None and is_needed:
             self._shared.fail(error)
-
-
-@dataclass(frozen=True, eq=False)
-class _LoadEnd(DeliveryListener):
-    loader: LocalLoader
-    load: SlotLoad
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self.loader._end_load(self.load, error)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block
-from hf_lohan.weights.block_loader import Loads
+from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
@@ -15,7 +15,7 @@ class BlocksInUse:
     backward a block is finished when the next block of its size class is requested, because autograd runs one node
     after another."""
 
-    def __init__(self, ring: SlotRing, prefetcher: Loads) -> None:
+    def __init__(self, ring: SlotRing, prefetcher: BlockLoader) -> None:
         self._ring = ring
         self._prefetcher = prefetcher
         self._used: set[Block] = set()

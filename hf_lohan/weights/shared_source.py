@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ from hf_lohan.ranks import CodedTraffic, DeviceLane, LaneClosedError, Links, Ran
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError, WeightChange
+from hf_lohan.updates import Delivery, OnDelivered, UpdatesDroppedError, WeightChange
 from hf_lohan.weights.node_shards import DeviceCopies, NodeShards, SharedRegions
 from hf_lohan.weights.peer_weights import PeerWeightCache
-from hf_lohan.weights.slot_ring import Slot
+from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import Decoder, RecordReader
 
 _HEAD = struct.Struct("<qqqqqqBBBb")
@@ -53,19 +53,6 @@ _UNKNOWN = -1
 
 class StaleError(RanksDisagreeError):
     """A rank has changed a block whose earlier weights another rank wants."""
-
-
-class Changes(Protocol):
-    """Interface to the counts of changes. See `SlotRing`."""
-
-    @property
-    def num_changes(self) -> int: ...
-
-    def is_unchanged_since(self, block: Block, num_changes: int) -> bool: ...
-
-    def change_before(self, num_changes: int) -> WeightChange | None: ...
-
-    def state_of(self, block: Block) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ class _Wanted:
 
     block: Block
     slot: Slot
-    listener: DeliveryListener
+    on_delivered: OnDelivered
     period: int
     version: int
 
@@ -151,7 +138,7 @@ class SharedWeights(Rounds):
         device: Device,
         store: RecordReader,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
-        changes: Changes,
+        changes: SlotRing,
         links: Links,
         memory: Tensor,
         blocks: Sequence[Block],
@@ -212,12 +199,12 @@ class SharedWeights(Rounds):
 
     # Called by the loading thread.
 
-    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+    def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
         """Order the load of a block. See `WeightSource`."""
         with self.lock:
             self.raise_if_broken()
             period, version = self._changes.state_of(block)
-            wanted = _Wanted(block, slot, listener, period, version)
+            wanted = _Wanted(block, slot, on_delivered, period, version)
             self.last_wish_s = time.monotonic()
             # Another rank may have wanted the block a moment ago, and this rank has served it.
             coming = (load for load in self._loads if load.block is block and load.period == period)
@@ -227,7 +214,7 @@ class SharedWeights(Rounds):
                 self._progress += 1
                 return
             self._wanted.append(wanted)
-            self._links.send_heartbeat()
+            self._links.watch.beat()
             self.changed.notify_all()
 
     def finish_loads(self) -> None:
@@ -390,7 +377,7 @@ class SharedWeights(Rounds):
         for load in loads:
             _deliver(load, error, self.lock)
         for one in wanted:
-            one.listener.on_delivered(error)
+            one.on_delivered(error)
 
     def _region_bytes(self, block: Block) -> int:
         return block.fetched_bytes + self._parts.coded_bytes(block)
@@ -398,9 +385,6 @@ class SharedWeights(Rounds):
     # This rank's shard.
 
     def advance(self) -> None:
-        self._renew_wanted()
-
-    def _renew_wanted(self) -> None:
         """Forget loads that were ordered before the last change of their block."""
         with self.lock:
             period = self._changes.num_changes
@@ -411,7 +395,7 @@ class SharedWeights(Rounds):
             for wanted in old:
                 wanted.period, wanted.version = self._changes.state_of(wanted.block)
         for wanted in void:
-            wanted.listener.on_delivered(stale_error(self._ranks.rank, wanted.block))
+            wanted.on_delivered(stale_error(self._ranks.rank, wanted.block))
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
         """Have updates deliver this rank's shard, and order the reads of the rest."""
@@ -572,7 +556,7 @@ def _deliver(load: _SharedLoad, error: BaseException | None, lock: AbstractConte
     with lock:
         own, load.ordered = load.ordered, None
     if own is not None:
-        own.listener.on_delivered(error)
+        own.on_delivered(error)
 
 
 def _wait_for_all(load: _SharedLoad) -> None:

@@ -38,10 +38,8 @@ class Slot:
     last_use: Event | None = None
     """Event after the last compute that reads the slot."""
     num_pins: int = 0
-    num_borrows: int = 0
-    """Number of updates that borrow the slot and copy its weights."""
     borrowed: list[BorrowedSlot] = field(default_factory=list)
-    """The `BorrowedSlot` of each of these updates."""
+    """The `BorrowedSlot` of each update that borrows the slot and copies its weights."""
     is_kept: bool = False
     """Whether the block stays permanently."""
     shown: Tensor | None = None
@@ -50,7 +48,7 @@ class Slot:
     @property
     def is_claimable(self) -> bool:
         """Whether the slot may be overwritten."""
-        return not (self.num_pins or self.num_borrows or self.is_loading or self.is_kept)
+        return not (self.num_pins or self.borrowed or self.is_loading or self.is_kept)
 
 
 class SlotRing(WeightSlots):
@@ -85,7 +83,8 @@ class SlotRing(WeightSlots):
         self._num_loads: Counter[Block] = Counter()
         self._num_forgotten: Counter[Block] = Counter()
         self._held_bytes = 0
-        self._high_water_bytes = 0
+        self.high_water_bytes = 0
+        """The largest number of bytes of slots that held a block at the same time."""
         self.num_forgets = 0
         """Number of times that a slot was emptied because the store had newer weights."""
         self.num_changes = 0
@@ -105,11 +104,6 @@ class SlotRing(WeightSlots):
     def num_slots(self) -> dict[SizeClass, int]:
         """Number of slots by size class."""
         return {size_class: len(slots) for size_class, slots in self.slots.items()}
-
-    @property
-    def high_water_bytes(self) -> int:
-        """The largest number of bytes of slots that held a block at the same time."""
-        return self._high_water_bytes
 
     # Called by the computing thread.
 
@@ -135,18 +129,15 @@ class SlotRing(WeightSlots):
             slot = self._holder.get(block)
             if slot is None or not slot.num_pins or len(slots) < MIN_SLOTS_TO_LEND:
                 return None
-            if any(other.num_borrows for other in slots if other is not slot):
+            if any(other.borrowed for other in slots if other is not slot):
                 return None
-            slot.num_borrows += 1
-            borrowed = BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._return_slot(slot))
+            borrowed = BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._return_slot(slot, borrowed))
             slot.borrowed.append(borrowed)
             return borrowed
 
-    def _return_slot(self, slot: Slot) -> None:
+    def _return_slot(self, slot: Slot, borrowed: BorrowedSlot) -> None:
         with self.lock:
-            slot.num_borrows -= 1
-            if not slot.num_borrows:
-                slot.borrowed.clear()
+            slot.borrowed.remove(borrowed)
             self.changed.notify_all()
 
     def take_back(self, slot: Slot) -> None:
@@ -303,7 +294,7 @@ class SlotRing(WeightSlots):
         slot.weights = slot.weights.view(torch.uint8).view(block.master.working_dtype)
         self._holder[block] = slot
         self._held_bytes += slot.weights.untyped_storage().nbytes()
-        self._high_water_bytes = max(self._high_water_bytes, self._held_bytes)
+        self.high_water_bytes = max(self.high_water_bytes, self._held_bytes)
         self.changed.notify_all()
 
     def publish(self, slot: Slot, ready: Event) -> None:

@@ -18,7 +18,7 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery, DeliveryListener
+from hf_lohan.updates import Delivery, OnDelivered
 from hf_lohan.weights.slot_ring import Slot
 
 
@@ -167,9 +167,9 @@ class LocalWeights:
         self._reading: deque[_SliceRead] = deque()
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
-    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+    def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
         """Order all reads of this load. Returns after the reads of earlier loads have ended."""
-        self.begin_rest(block, slot, self.deliver(block, slot), listener)
+        self.begin_rest(block, slot, self.deliver(block, slot), on_delivered)
 
     def finish_loads(self) -> None:
         while self._reading:
@@ -181,16 +181,32 @@ class LocalWeights:
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
-    def begin_rest(self, block: Block, slot: Slot, delivery: Delivery, listener: DeliveryListener) -> None:
-        """Do the second half of `begin_load`, which reads and copies the parts that updates do not deliver."""
+    def begin_rest(self, block: Block, slot: Slot, delivery: Delivery, on_delivered: OnDelivered) -> None:
+        """Do the second half of `begin_load`, which reads and copies the parts that updates do not deliver. Earlier
+        reads are completed first if their buffers are needed."""
 
         def end(error: BaseException | None) -> None:
             if error is None:
-                delivery.set_listener(listener)
-            else:
-                listener.on_delivered(error)
+                delivery.call_at_end(on_delivered)
+                return
+            with contextlib.suppress(Exception):  # updates may still write to the slot
+                delivery.wait()
+            on_delivered(error)
 
-        load = self._order(block, slot, delivery, end)
+        load = _Load(block, slot, end)
+        try:
+            if self._is_direct(block) and any(True for _ in delivery.ranges_to_read()):
+                self._wait_for_lane()
+                load.has_waited = True
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+                for kind, start, stop in self._parts_of(block, delivery):
+                    if load.error is not None:
+                        break
+                    self._order_part(load, kind, start, stop)
+        except BaseException as error:
+            load.error = load.error or error
+        load.is_whole = True
+        load.end_if_done()
         while self._reading and self._reading[0].load is not load:
             self._complete_one()
 
@@ -227,34 +243,6 @@ class LocalWeights:
         chunk_numel = self._staging.buffer_bytes // block.master.working_dtype.itemsize
         for first, last in ranges(stop - start, chunk_numel):
             yield start + first, start + last
-
-    def _order(
-        self, block: Block, slot: Slot, delivery: Delivery, end: Callable[[BaseException | None], None]
-    ) -> _Load:
-        """Order the reads of a block. Earlier reads are completed first if their buffers are needed. ``end`` gets an
-        error, but only after nothing writes to the slot any more."""
-
-        def end_safely(error: BaseException | None) -> None:
-            if error is not None:
-                with contextlib.suppress(Exception):  # updates may still write to the slot
-                    delivery.wait()
-            end(error)
-
-        load = _Load(block, slot, end_safely)
-        try:
-            if self._is_direct(block) and any(True for _ in delivery.ranges_to_read()):
-                self._wait_for_lane()
-                load.has_waited = True
-            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
-                for kind, start, stop in self._parts_of(block, delivery):
-                    if load.error is not None:
-                        break
-                    self._order_part(load, kind, start, stop)
-        except BaseException as error:
-            load.error = load.error or error
-        load.is_whole = True
-        load.end_if_done()
-        return load
 
     def _order_part(self, load: _Load, kind: str, start: int, stop: int) -> None:
         buffer = None

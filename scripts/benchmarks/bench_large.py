@@ -152,7 +152,7 @@ def measure(
         peak.stop()
         return {
             "num_parameters": engine.layout.num_parameters,
-            "store_bytes": engine.tiers.store_bytes,
+            "store_bytes": engine.tiers.store.size_bytes,
             "durability": engine.tiers.store.durability,
             "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
             "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,

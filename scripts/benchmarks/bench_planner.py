@@ -79,7 +79,7 @@ def measure_shape(
             for contender in contenders:
                 engine.planned_memory.set_placements(contender.plan.activations)
                 times[contender.name].append(turn(step, engine.wait_for_updates, device=device))
-                backward[contender.name].append(engine.last_backward_s)
+                backward[contender.name].append(engine.clock.last_backward_s)
         figures = spread("step_s", times)
         medians = figures["step_s"]
         backward_s = {name: statistics.median(values) for name, values in backward.items()}

@@ -150,7 +150,7 @@ def offloaded(options: Options, batch: dict[str, torch.Tensor]) -> dict[str, Any
                 "waits_for_device_per_step": dict(waits),
                 "num_parameter_tensors": sum(1 for _ in model.parameters()),
                 "num_parameters": engine.layout.num_parameters,
-                "store_bytes": engine.tiers.store_bytes,
+                "store_bytes": engine.tiers.store.size_bytes,
                 "read_bytes_per_step": after[0] - before[0],
                 "write_bytes_per_step": after[1] - before[1],
                 "is_pinned": engine.device.describe().get("pinned_host_memory"),

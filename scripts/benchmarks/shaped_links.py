@@ -40,6 +40,9 @@ from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks, connect
 
 HANGS_AFTER_S = 600.0
+QUIET_S = 0.5
+NEGLIGIBLE_BYTES = 4096
+"""Bytes in 10 ms: ranks without work still exchange a few."""
 MAX_NORM = 1.0
 ZERO_3 = "zero3_gloo"
 Step = Callable[[], object]
@@ -157,13 +160,26 @@ def be_rank(
             before, began_s = node_bytes(node), time.perf_counter()
             step()
             dist.barrier()
+            ended_s = wait_until_quiet(node)
             if turn:
-                seconds[side].append(time.perf_counter() - began_s)
+                seconds[side].append(ended_s - began_s)
                 sent[side].append(node_bytes(node) - before)
     if ranks.rank == 0:
         result.send((seconds, sent))
     dist.barrier()
     os._exit(0)
+
+
+def wait_until_quiet(node: NetworkBox) -> float:
+    """Wait until this node sends nothing, because weights for the next forward come ahead, and would slow the next
+    side's step down. Returns the time at which it became quiet."""
+    sent_bytes, since_s = node_bytes(node), time.perf_counter()
+    while time.perf_counter() < since_s + QUIET_S:
+        time.sleep(0.01)
+        if (now_bytes := node_bytes(node)) > sent_bytes + NEGLIGIBLE_BYTES:
+            since_s = time.perf_counter()
+        sent_bytes = now_bytes
+    return since_s
 
 
 def node_bytes(node: NetworkBox) -> int:

@@ -84,7 +84,7 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         "cpu_bytes": engine.layout.cpu_bytes + engine.layout.activation_bytes,
         "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
         "num_parameters": engine.layout.num_parameters,
-        "store_bytes": engine.tiers.store_bytes,
+        "store_bytes": engine.tiers.store.size_bytes,
         "num_spilled_blocks": len(engine.layout.plan.spilled_blocks),
         "activation_bytes": engine.layout.activation_bytes,
         "peak_activation_bytes": engine.activations.swapper.high_water_bytes,

@@ -13,7 +13,6 @@ from resharded_stores import (
     contents,
     contents_of_rank,
     find,
-    form_of,
     goes_on,
     newest_folder,
     remove_newest,
@@ -103,7 +102,7 @@ def test_an_older_generation_does_not_take_the_place_of_lost_stores(
     aside = gone.rename(run / "gone")
     monkeypatch.setattr(generations, "is_resumable", lambda commit: is_resumable)
     assert found_by(1, store) == found_by(2, store) == ("lost", 2, 4, 2)
-    for asks in (lambda: hf_lohan.last_step(run), lambda: reshard([[str(store)]], 3, form_of=form_of)):
+    for asks in (lambda: hf_lohan.last_step(run), lambda: reshard([[str(store)]], 3)):
         with pytest.raises(ValueError, match="the store of rank 1 of 2 is not under"):
             asks()
     aside.rename(gone)
@@ -194,7 +193,7 @@ def test_incomplete_stores_of_another_number_block_nobody(run: Path, caplog: pyt
         remove_newest(store, rank, 3)
     assert found_by(1, store) == ("own", 1, 3, 0) and hf_lohan.last_step(run) == 3
     assert "the stores of 3 ranks are ignored: the store of rank 0 and 1 of 3 is gone" in caplog.text
-    reshard([[str(store)]], 2, form_of=form_of)
+    reshard([[str(store)]], 2)
     assert found_by(2, store) == ("own", 2, 3, 1)
 
 
@@ -241,7 +240,7 @@ def test_a_damaged_store_stops_a_run_only_if_it_may_be_needed(run: Path) -> None
     other.rename(store / "rank-0-of-3.g1")
     with pytest.raises(ForeignStoreError, match=r"rank-0-of-3.g1/manifest.json is damaged"):
         found_by(1, store)
-    reshard_to_two = lambda: reshard([[str(store)]], 2, form_of=form_of)  # noqa: E731
+    reshard_to_two = lambda: reshard([[str(store)]], 2)  # noqa: E731
     with pytest.raises(ForeignStoreError, match="is damaged"):
         reshard_to_two()
 
@@ -263,11 +262,11 @@ def test_a_run_that_another_one_has_overtaken_is_refused(run: Path) -> None:
             action()
 
     found = stores_of([[str(store)]])
-    reshard([[str(store)]], 2, form_of=form_of)
+    reshard([[str(store)]], 2)
     goes_on(store, 2, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_lohan.annexes.resharding.reshard.stores_of", lambda paths: found)
-        asks(lambda: reshard([[str(store)]], 2, form_of=form_of))
+        asks(lambda: reshard([[str(store)]], 2))
     assert found_by(2, store) == ("own", 2, 4, 1)
 
 

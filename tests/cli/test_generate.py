@@ -103,7 +103,7 @@ def test_read_bytes_and_the_bound_are_printed(checkpoint: Path, tmp_path: Path) 
     read_kib, missing_kib = (float(size.split()[0]) for size in (read, missing))
     # The last prefetch may add reads. If loads are late, the ring may still have two layers.
     assert -2 <= (read_kib - missing_kib) / LAYER_KIB <= 3 / 8
-    assert re.search(r"reached \d+(\.\d+)?% of it", result.stderr)
+    assert re.search(r"reached \d+(\.\d+)?% of this speed", result.stderr)
 
 
 def test_a_budget_too_small_for_the_length_is_refused_before_anything_is_stored(

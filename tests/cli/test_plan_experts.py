@@ -6,7 +6,6 @@ import json
 import re
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -23,8 +22,6 @@ from hf_lohan.costs import SizeClass
 from hf_lohan.testing.models import tiny_config
 
 GB, WITHIN = 1e9, 0.1
-MOST_S = 120.0
-"""The limit on a busy machine. Alone, planning takes seconds."""
 
 # In billions: all parameters, and active ones per token. In GB: the weights of an expert, its weights and states, all
 # experts of a layer, the rest of a layer, two such rests with eight experts, the traffic of a step, and the store with
@@ -68,9 +65,7 @@ def planned_run(tmp_path: Path, name: str) -> PlannedRun:
 
 @pytest.mark.parametrize("name", CASES)
 def test_planned_bytes_of_large_mixtures(tmp_path: Path, name: str) -> None:
-    began_s = time.perf_counter()
     run = planned_run(tmp_path, name)
-    assert time.perf_counter() - began_s < MOST_S
     plan, profile = run.plan, run.profile
     plan.check()
     step, experts = plan.prediction, plan.prediction.experts

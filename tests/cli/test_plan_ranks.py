@@ -55,19 +55,6 @@ def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
         assert text in printed, text
 
 
-@pytest.mark.slow
-def test_quantized_collectives_are_opt_in(llama_of_4_layers: str) -> None:
-    arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 2, "--nodes", 2, "--link", "1Gbit")
-    exact = planned(*arguments, batch_size=8)
-    assert exact["cluster"]["collectives"]["gradients"] == "exact"
-    quantized = planned(*arguments, "--collectives", "quantized", batch_size=8)
-    assert quantized["cluster"]["collectives"]["gradients"] != "exact" and quantized["step_s"] < exact["step_s"]
-    assert len(quantized["tried_ways"]) == 26
-    named = planned(*arguments, "--collectives", "forward=int8,backward=node,gradients=int8", batch_size=8)
-    chosen = named["cluster"]["collectives"]
-    assert (chosen["forward"], chosen["gradients"]) == ("int8", "int8") and chosen["backward"] in ("ram", "ssd")
-
-
 def test_the_option_overrides_the_collectives_of_the_settings(llama_of_4_layers: str, tmp_path: Path) -> None:
     offload = tmp_path / "offload.yaml"
     collectives = {"forward": "int8", "backward": "world", "gradients": "exact"}
@@ -214,21 +201,6 @@ def test_bad_values_are_refused_in_one_line(tiny: str, options: list[object], me
     result = plan(tiny, "--hardware", PAPER, *options, batch_size=1)
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_copy_of_several_nodes_is_planned(llama_of_4_layers: str) -> None:
-    arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 4, "--nodes", 4, "--link", "1Gbit")
-    world, group, node = (
-        planned(*arguments, "--collectives", f"forward=exact,backward={value}", batch_size=8)
-        for value in ("world", 2, "node")
-    )
-    sent = [way["ranks"]["bytes_by_collective"]["backward_weights"] for way in (world, group, node)]
-    assert sent[0] == pytest.approx(1.5 * sent[1], rel=1e-6) and sent[2] == 0, "3/4 and 1/2 of all weights"
-    assert group["cluster"]["collectives"]["group_ranks"] == 2 and "group_ranks" not in node["cluster"]["collectives"]
-    assert world["step_s"] > group["step_s"] > node["step_s"]
-    printed = plan(*arguments, "--collectives", "forward=exact,backward=2", batch_size=8).stdout
-    assert "of 2 ranks" in printed
 
 
 def test_link_rates_are_parsed() -> None:

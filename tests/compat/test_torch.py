@@ -113,7 +113,7 @@ def test_members_of_a_group_send_to_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(60.0)
     assert sorted(ended) == [0, 1]
 
 

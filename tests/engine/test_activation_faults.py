@@ -239,12 +239,6 @@ def test_training_continues_after_a_failure_of_the_activations_file(
     twins.assert_equal()
 
 
-def test_a_slow_drive_changes_no_number(make_swapping: TwinsFactory) -> None:
-    twins = make_swapping(Placement.SSD, backend=SlowBackend(2e-3))
-    twins.train(2, first_seed=300, max_norm=0.5)
-    twins.assert_equal()
-
-
 def test_few_layers_have_activations_on_the_device(make_twins: TwinsFactory) -> None:
     """At most three layers have activations on the device, however slow the drive is."""
     factory = partial(tiny_model, "llama", num_layers=10)

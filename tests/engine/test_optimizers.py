@@ -95,31 +95,6 @@ def muon_and_adamw(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optim
     return torch.optim.Muon(ordered, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, fused=True)
 
 
-@pytest.mark.parametrize("num_steps", [20, pytest.param(50, marks=pytest.mark.slow)])
-def test_steps_of_muon_and_adamw_equal_stock(num_steps: int, build_engine: Any) -> None:
-    stock, model = tiny_model("llama").train(), tiny_model("llama").train()
-    theirs, own = muon_and_adamw(stock), muon_and_adamw(model)
-    engine = build_engine(model, rules=rules_of(own), cpu_memory="4MiB")
-    _, ours = take_over_together(own, engine)
-    for step in range(num_steps):
-        for one, optimizers in ((stock, theirs), (model, ours)):
-            one(**tiny_batch(seed=step)).loss.backward()
-            if one is stock:
-                torch.nn.utils.clip_grad_norm_(one.parameters(), 2.0)
-            else:
-                engine.clip_grad_norm(2.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    access = engine.parameters
-    matrices = {name for name, p in stock.named_parameters() if "momentum_buffer" in theirs[0].state.get(p, {})}
-    assert len(matrices) == 3 * 7 and all(access.state_kinds(name) == ("momentum_buffer",) for name in matrices)
-    for name, parameter in stock.named_parameters():
-        assert torch.equal(access.read_parameter(name), parameter), name
-        if name not in matrices:
-            assert access.state_kinds(name) == ("exp_avg", "exp_avg_sq"), name
-
-
 def test_muon_and_adamw_must_step_together(build_engine: Any) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, rules=rules_of(own := muon_and_adamw(model)), cpu_memory="4MiB")

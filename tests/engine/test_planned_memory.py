@@ -85,7 +85,7 @@ def test_a_full_ssd_changes_no_number(
     make_twins: TwinsFactory, build_engine: Callable[..., OffloadEngine], tmp_path: Path, caplog: Any
 ) -> None:
     probe = build_engine(tiny_model("llama"), **{**TIGHT, "ssd": str(tmp_path / "probe")})
-    capacity = probe.tiers.store.size_bytes + probe.tiers.scratch_bytes + (1 << 16)
+    capacity = probe.tiers.store.size_bytes + probe.tiers.store.scratch_bytes + (1 << 16)
     probe.close()
     ssd = [{"path": str(tmp_path / "small"), "capacity": capacity}]
     twins = make_twins("llama", recompute=True, **{**TIGHT, "ssd": ssd})

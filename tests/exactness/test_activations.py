@@ -100,14 +100,6 @@ def test_a_streamed_model_trains_as_stock(checkpointing: dict[str, Any], tmp_pat
     assert swapped_bytes > 0
 
 
-@pytest.mark.slow
-def test_the_placement_of_activations_does_not_change_bfloat16_training(tmp_path: Path) -> None:
-    settings = {"bf16": True, "gradient_accumulation_steps": 2}
-    recomputed, _ = train_offloaded(model_of("llama"), tmp_path / "recompute", "recompute", **settings)
-    for mode in ("swap", "mixed", "keep"):
-        assert_same_bits(train_offloaded(model_of("llama"), tmp_path / mode, mode, **settings)[0], recomputed)
-
-
 def test_adapters_train_as_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

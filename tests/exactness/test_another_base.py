@@ -14,7 +14,6 @@ import pytest
 import torch
 from covering import slow_but
 from interrupted_runs import COMMIT_EACH_STEP, SETTINGS, InterruptAfter, Outcome, assert_same, interrupt, train_to_end
-from resharded_stores import form_of
 from trajectories import arguments, dataset
 
 import hf_lohan
@@ -148,7 +147,7 @@ def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
     """The old stores stay, and the run goes on over its own base."""
     interrupt(over_path(bases / "run", bases / "base", quantize, InterruptAfter(3)))
     store = bases / "run" / "_lohan" / "store"
-    reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
+    reshard([[str(store)]], 2, removes_old=True)
     before = {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")}
     assert before
     trainer = over_path(bases / "run", bases / "other", quantize)

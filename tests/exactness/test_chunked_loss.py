@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import SMALL_BUDGETS, Trajectory, arguments, dataset, logged, train_offloaded, train_stock
-from transformers import Trainer as StockTrainer
+from trajectories import SMALL_BUDGETS, Trajectory, arguments, dataset, train_offloaded, train_stock
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -90,60 +89,6 @@ def test_a_custom_forward_of_the_head_is_kept_or_refused(chunked: Any, tmp_path:
     hf_lohan.engine_of(model).close()
 
 
-def test_adapters_with_a_frozen_head_train_as_stock(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted() -> Any:
-        model = tiny_model("llama")
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-        return peft.get_peft_model(model, config)
-
-    settings = {"max_steps": 4, "learning_rate": 1e-2}
-    stock = StockTrainer(adapted(), arguments(tmp_path / "stock", **settings), train_dataset=dataset())
-    stock.train()
-    ours = hf_lohan.Trainer(
-        adapted(), arguments(tmp_path / "ours", **settings), train_dataset=dataset(), offload=CHUNKED
-    )
-    ours.train()
-    assert logged(ours)[0] == pytest.approx(logged(stock)[0], rel=RELATIVE)
-    ours.offload_engine.close()
-
-
-def test_logits_read_in_evaluation_and_training_are_exact(tmp_path: Path) -> None:
-    read: list[Any] = []
-
-    class Reading(hf_lohan.Trainer):
-        """Reads the logits of training steps, for example to log the accuracy."""
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            if model.training:
-                with torch.no_grad():
-                    read.append((inputs["input_ids"], outputs.logits.float()))
-                with pytest.raises(RuntimeError, match=r"set chunks\.loss: false"):
-                    outputs.logits.softmax(-1)
-            return (loss, outputs) if return_outputs else loss
-
-    trainer = Reading(
-        tiny_model("llama"),
-        arguments(tmp_path, max_steps=2, learning_rate=0.0, weight_decay=0.0),
-        train_dataset=dataset(),
-        eval_dataset=dataset(4),
-        offload=CHUNKED,
-    )
-    trainer.train()
-    model = tiny_model("llama")
-    assert len(read) == 2
-    for ids, logits in read:
-        assert torch.equal(logits, model(input_ids=ids).logits)
-    predicted = torch.from_numpy(trainer.predict(dataset(4)).predictions)
-    rows = torch.tensor(dataset(4)["input_ids"][:])
-    with torch.no_grad():
-        assert torch.allclose(predicted, model(input_ids=rows).logits, atol=1e-6)
-    trainer.offload_engine.close()
-
-
 def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> None:
     class Head(torch.nn.Linear):
         pass
@@ -153,17 +98,3 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> N
     trainer = hf_lohan.Trainer(model, arguments(tmp_path), train_dataset=dataset(), offload=CHUNKED)
     with pytest.raises(ValueError, match=r"^chunks.loss: true needs a .* LlamaForCausalLM is Head; set"):
         trainer.train()
-
-
-def test_small_logits_keep_the_bits_of_stock(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    expected = model(**tiny_batch()).loss
-    trainer = hf_lohan.Trainer(
-        tiny_model("llama"),
-        arguments(tmp_path, max_steps=1, learning_rate=0.0, weight_decay=0.0),
-        train_dataset=dataset(),
-        offload=SMALL_BUDGETS,
-    )
-    trainer.train()
-    assert torch.equal(trainer.model(**tiny_batch()).loss, expected)
-    trainer.offload_engine.close()

@@ -17,7 +17,6 @@ from trajectories import (
     dataset,
     finish,
     stored_weights,
-    train_offloaded,
     train_stock,
 )
 from transformers import Trainer as StockTrainer
@@ -28,22 +27,6 @@ from hf_lohan.testing.models import tiny_model
 
 ROWS = {**SMALL_BUDGETS, "embedding": "rows"}
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("of_training", "settings"),
-    [
-        ({"max_grad_norm": 1.0}, {}),
-        ({"max_grad_norm": 2.0}, {"_clip": "speculate"}),
-        ({"max_grad_norm": 1.0, "gradient_accumulation_steps": 4}, {"vertical_micro_batches": True}),
-        ({"max_grad_norm": 1.0, "bf16": True}, {"cpu_memory": "6MiB"}),
-        ({"max_grad_norm": 0.0}, {"optimizer_state_dtype": "int8", "_schedule": "naive"}),
-    ],
-)
-def test_equals_whole_embeddings(of_training: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
-    whole = train_offloaded("llama", tmp_path / "whole", {}, offload={**SMALL_BUDGETS, **settings}, **of_training)
-    rows = train_offloaded("llama", tmp_path / "rows", {}, offload={**ROWS, **settings}, **of_training)
-    assert_same_bits(rows, whole)
 
 
 @pytest.mark.parametrize("then", ["rows", "whole"])

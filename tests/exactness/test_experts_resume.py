@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from covering import slow_but
 from expert_models import ALL_SLOTS, least_gpu_memory
-from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
+from interrupted_runs import SETTINGS, InterruptAfter, interrupt, make_trainer
 from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
 from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
@@ -114,19 +114,3 @@ def test_a_store_with_experts_is_verified_and_exported(tmp_path: Path) -> None:
     assert exported_by.exit_code == 0 and "(step 2)" in exported_by.stdout, exported_by.output
     saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported"))
     assert_same_tensors(dict(exported.named_parameters()), dict(saved.named_parameters()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clip", ["defer", pytest.param("speculate", marks=pytest.mark.slow)])
-def test_interrupted_runs_that_clip_equal_an_uninterrupted_run(clip: str, tmp_path: Path) -> None:
-    """Both runs sum norms in the same order."""
-    settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "_clip": clip}}
-    whole = make_trainer(tmp_path / "whole", **settings)
-    whole.train()
-    resume = None
-    for step in (2, 5):
-        broken = make_trainer(tmp_path / "run", InterruptAfter(step), **settings)
-        interrupt(broken, resume)
-        resume = "last_step"
-    last = make_trainer(tmp_path / "run", **settings)
-    assert_same(train_to_end(last, resume), outcome_of(whole))

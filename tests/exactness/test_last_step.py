@@ -260,14 +260,6 @@ def test_the_end_of_an_epoch_is_neither_lost_nor_repeated(tmp_path: Path) -> Non
     assert_same(outcome_of(again), outcome_of(whole))
 
 
-@pytest.mark.slow
-def test_a_finished_run_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
-    first = make_trainer(tmp_path / "run")
-    train_to_end(first)
-    again = make_trainer(tmp_path / "run")
-    assert_same(train_to_end(again, "last_step"), uninterrupted)
-
-
 def test_persistent_buffers_are_committed_with_the_step(tmp_path: Path) -> None:
     """Buffers such as router biases and running statistics are part of the model's state."""
     from hf_lohan.huggingface.models.export import export_model

@@ -35,19 +35,6 @@ def is_behind(trainer: Any) -> bool:
     return any(engine.records.missed.is_block_behind(block) for block in engine.layout.blocks)
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
-def test_equals_eager_experts(max_grad_norm: float, state_dtype: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "eval_strategy": "steps", "eval_steps": 2}
-    eager = trained(tmp_path / "eager", EAGER | {"optimizer_state_dtype": state_dtype}, **settings)
-    lazy = trained(tmp_path / "lazy", LAZY | {"optimizer_state_dtype": state_dtype}, **settings)
-    assert is_behind(lazy) and not is_behind(eager)
-    evaluated = [[row["eval_loss"] for row in run.state.log_history if "eval_loss" in row] for run in (lazy, eager)]
-    assert evaluated[0] == evaluated[1] and len(evaluated[0]) >= 2
-    assert_same(outcome_of(lazy), outcome_of(eager))
-
-
 @pytest.mark.slow
 def test_a_checkpoint_includes_all_steps(tmp_path: Path) -> None:
     expected = outcome_of(trained(tmp_path / "eager", EAGER))

@@ -113,21 +113,6 @@ def test_resuming_from_the_last_step_changes_no_bit(
     assert_same(run_with(tmp_path, dtype, resume=resume), undisturbed_runs[dtype])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
-def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
-    dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path
-) -> None:
-    """The resumed run has other budgets and two drives."""
-    settings = {"save_strategy": "steps", "save_steps": 4}
-    assert_same(run_with(tmp_path / "run", dtype, **settings), undisturbed_runs[dtype])
-    checkpoint = tmp_path / "run" / "checkpoint-4"
-    index = json.loads((checkpoint / "lohan" / "optimizer_index.json").read_text())
-    assert index["optimizer_state_dtype"] == dtype
-    offload = {"cpu_memory": "64MiB", "ssd": [str(tmp_path / "a"), str(tmp_path / "b")]}
-    resumed = run_with(tmp_path / "elsewhere", dtype, resume=str(checkpoint), offload=offload)
-    assert_same(resumed, undisturbed_runs[dtype])
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("saved", "wanted"), [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
 def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: Path) -> None:

@@ -338,23 +338,6 @@ def test_adapters_over_packed_experts_equal_those_over_decoded_ones(experts: str
     assert_equal(trained(packed, tmp_path / "packed_run"), expected)
 
 
-def test_the_store_and_what_is_read_shrink(tmp_path: Path) -> None:
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 5}
-    tiny_model("llama", **shape).save_pretrained(tmp_path / "base")
-    sizes, read = {}, {}
-    for quantize in ("none", "nf4"):
-        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "_resident_records": "none", "prefetch_blocks": 1}
-        trainer = offloaded(tmp_path / quantize, tmp_path / "base", quantize, lora(), **budgets)
-        trainer.train()
-        engine = trainer.offload_engine
-        sizes[quantize] = sum(record.num_bytes for record in engine.layout.records if record.versioned_numel == 0)
-        steps = (tmp_path / quantize / "lohan" / "steps.jsonl").read_text().splitlines()
-        read[quantize] = json.loads(steps[-1])["ssd_read_bytes"]
-        engine.close()
-    assert sizes["nf4"] <= 0.2 * sizes["none"]
-    assert read["nf4"] <= 0.25 * read["none"]
-
-
 def test_late_copies_and_decodings_change_no_bit(tmp_path: Path) -> None:
     """On a device with memory of its own, codes cross the link and are decoded there."""
     model = tiny_model("llama", hidden_size=64).requires_grad_(False)
@@ -377,28 +360,6 @@ def test_late_copies_and_decodings_change_no_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ours, in_memory(**tiny_batch()).logits) for ours in logits)
     assert device.num_races == 0
     engine.close()
-
-
-def test_packed_weights_generate_as_decoded_ones(tmp_path: Path) -> None:
-    base = base_folder(tmp_path, "llama")
-    trainer = offloaded(tmp_path, base, "nf4", lora())
-    access = trainer.offload_engine.parameters
-    stock = AutoModelForCausalLM.from_pretrained(base)
-    with torch.no_grad():
-        for name, parameter in stock.named_parameters():
-            stored = f"base_model.model.{name}"
-            parameter.copy_(
-                access.read_parameter(next(n for n in access.parts if n.replace(".base_layer", "") == stored))
-            )
-    trainer.offload_engine.close()
-    offload = {**BUDGETS, "quantize": "nf4"}
-    ours = hf_lohan.load_for_generation(
-        base, offload, torch_device="cpu", default_ssd_path=tmp_path / "generating", max_length=24
-    )
-    prompt = tiny_batch(batch_size=1, sequence_length=8)["input_ids"]
-    expected, found = (model.generate(prompt, max_length=20, do_sample=False) for model in (stock, ours))
-    assert torch.equal(found, expected)
-    hf_lohan.engine_of(ours).close()
 
 
 def test_a_quantization_config_means_the_setting(tmp_path: Path) -> None:

@@ -52,19 +52,6 @@ def test_equals_the_stock_trainer(family: str, clip: str, keep_some: Callable[..
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.6])
-def test_accumulation_and_dropout_equal_stock(
-    max_grad_norm: float, durability: str, keep_some: Callable[..., None], tmp_path: Path
-) -> None:
-    settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
-    stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
-    keep_some(seed=3)
-    offload = {**SMALL_BUDGETS, "_clip": "speculate", "durability": durability}
-    assert_equal(train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings), stock)
-
-
-@pytest.mark.covering(0)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
     """Resume in the same engine, whose copies are newer than the commit, and in new engines that copy other records."""

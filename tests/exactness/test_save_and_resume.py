@@ -58,16 +58,6 @@ def test_resume_elsewhere_with_other_budgets(bf16: bool, tmp_path: Path) -> None
     assert_same_bits(finish(resumed, str(tmp_path / "a" / f"checkpoint-{HALF}")), whole)
 
 
-@pytest.mark.parametrize("family", slow_but(("gpt2", "qwen3_moe"), FAMILIES))
-def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
-    trainer = make(family, tmp_path, save_strategy="no", max_steps=2)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    assert_same_tensors(stored_weights(trainer), dict(saved.named_parameters()))
-    trainer.offload_engine.close()
-
-
 @pytest.mark.parametrize("family", slow_but(("mixtral",), ("llama", "mixtral")))
 def test_a_streamed_model_trains_as_one_in_memory(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "start", max_shard_size="200KB")

@@ -78,15 +78,6 @@ def test_label_smoothing_and_checkpointing_equal_stock(settings: dict[str, Any],
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("activations", ["swap", "keep", "auto"])
-def test_kept_and_swapped_activations_equal_stock(activations: str, tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": 4}
-    stock = train_stock("llama", tmp_path / "stock", {}, **SHORT, **settings)
-    offload = {**VERTICAL, "activations": activations}
-    assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, **SHORT, **settings), stock)
-
-
-@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, "bf16": True}

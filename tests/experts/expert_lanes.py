@@ -16,7 +16,7 @@ from hf_lohan.device import CpuDevice
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.updates import DeliveryListener
+from hf_lohan.updates import OnDelivered
 from hf_lohan.weights import Slot, SlotRing
 
 NUMEL = 512
@@ -30,7 +30,7 @@ class CountingSource:
     loads: list[str] = field(default_factory=list)
     fails: Callable[[Block], bool] = lambda block: False
 
-    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+    def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
         self.loads.append(block.name)
         slot.weights.fill_(float("nan"))
         delay_s = self.delay_s()
@@ -39,7 +39,7 @@ class CountingSource:
         if self.fails(block):
             raise OSError(f"{block.name} cannot be read")
         slot.weights.fill_(number_of(block))
-        listener.on_delivered(None)
+        on_delivered(None)
 
     def finish_loads(self) -> None:
         """All loads have ended."""

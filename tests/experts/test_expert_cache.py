@@ -12,23 +12,15 @@ from torch import Tensor, nn
 
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, Event, Lane
-from hf_lohan.experts.cache_policies import make_policy
+from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.store import RecordRead
-from hf_lohan.updates import Delivery, DeliveryListener
+from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, Slot
 
 NUM_EXPERTS, NUMEL, CAPACITY, PASS_LENGTH = 12, 3 * 4096, 4, 10
-
-
-class LoadEnd(DeliveryListener):
-    def __init__(self) -> None:
-        self.errors: list[BaseException | None] = []
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self.errors.append(error)
 
 
 class Cached:
@@ -66,11 +58,11 @@ class Cached:
 
     def load(self, block: Block, slot: Slot) -> None:
         """Load a block. Raises the error of a failed load."""
-        end = LoadEnd()
-        self.cache.begin_load(block, slot, end)
+        errors: list[BaseException | None] = []
+        self.cache.begin_load(block, slot, errors.append)
         self.cache.finish_loads()
-        if end.errors[0] is not None:
-            raise end.errors[0]
+        if errors[0] is not None:
+            raise errors[0]
 
     def use(self, number: int) -> bool:
         """Load the block, check its weights one load later, and return whether nothing was read."""
@@ -93,7 +85,7 @@ def skewed(num_uses: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["auto", "lru"])
 def test_the_cache_hits_as_its_policy_says_and_reads_the_rest(name: Any) -> None:
-    cached, pure = Cached(make_policy(name, CAPACITY)), make_policy(name, CAPACITY)
+    cached, pure = Cached(CachePolicy(CAPACITY, name)), CachePolicy(CAPACITY, name)
     uses = skewed(300)
     num_hits = 0
     for time, number in enumerate(uses):
@@ -109,7 +101,7 @@ def test_the_cache_hits_as_its_policy_says_and_reads_the_rest(name: Any) -> None
 
 
 def test_memory_is_not_reused_before_a_late_copy_ends() -> None:
-    cached = Cached(make_policy("lru", 1))
+    cached = Cached(CachePolicy(1, "lru"))
     cached.device._max_delay_s = 2e-2
     first, second = cached.slots
     cached.load(cached.blocks[1], first)
@@ -119,7 +111,7 @@ def test_memory_is_not_reused_before_a_late_copy_ends() -> None:
 
 
 def test_changed_weights_are_read_again() -> None:
-    cached = Cached(make_policy("lru", CAPACITY))
+    cached = Cached(CachePolicy(CAPACITY, "lru"))
     assert not cached.use(3) and cached.use(3)
     cached.stored["e3"] = 77.0
     cached.version[cached.blocks[3]] += 1
@@ -127,7 +119,7 @@ def test_changed_weights_are_read_again() -> None:
 
 
 def test_a_failed_read_leaves_nothing_in_the_cache() -> None:
-    cached = Cached(make_policy("lru", 1))
+    cached = Cached(CachePolicy(1, "lru"))
     assert not cached.use(3)
     cached.fails = True
     with pytest.raises(OSError, match="the drive is gone"):

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from clip_norms import CLIPS, LETS_THROUGH, MAX_NORMS, assert_speculated
-from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
+from engines import ConfigFactory, Twins, TwinsFactory
 from expert_models import least_gpu_memory
 
 import hf_lohan
 from hf_lohan.costs import BudgetError, SizeClass
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.model import ParamSlice, stored_form
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -27,7 +26,6 @@ NORM_TOLERANCE = 1e-5
 """Relative. Stock adds squares in float32."""
 STREAMED: dict[str, Any] = {"experts": "streamed", "hold_gradients": False}
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
-ROUTER = "mlp.gate.weight"
 
 
 def clip(twins: Twins, max_norm: float) -> None:
@@ -168,31 +166,21 @@ def test_a_fused_weight_is_read_and_changed_between_steps(make_twins: TwinsFacto
     twins.assert_equal()
 
 
-def test_bfloat16_weights_have_exact_masters(build_engine: EngineFactory) -> None:
-    """The reference is AdamW on float32 masters with the gradients of a bfloat16 model."""
-    stock, model = (tiny_model("mixtral").train() for _ in range(2))
-    engine = build_engine(model, dtype=torch.bfloat16, **STREAMED)
-    model.config.dtype = torch.bfloat16
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
-    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in stock.named_parameters()}
-    stock_optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.1, fused=True)
-    for step in range(3):
-        for name, parameter in stock.named_parameters():
-            parameter.data = masters[name].detach().bfloat16()
-            parameter.grad = None
-        losses = [either(**tiny_batch(seed=step)).loss for either in (stock, model)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-        for name, parameter in stock.named_parameters():
-            masters[name].grad = parameter.grad.float()
-        stock_optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    access = engine.parameters
-    for name, master in masters.items():
-        assert torch.equal(access.read_masters(name, 0, master.numel()), master.detach().flatten()), name
-        assert torch.equal(access.read_flat(name, "exp_avg_sq"), stock_optimizer.state[master]["exp_avg_sq"].flatten())
+@pytest.mark.parametrize("hold_gradients", [True, False])
+def test_joint_micro_batches_sum_as_in_turn(make_twins: TwinsFactory, hold_gradients: bool) -> None:
+    """Gradients are summed on the host, or on the device if the host holds none."""
+    twins = make_twins("qwen3_moe", recompute=True, experts="streamed", hold_gradients=hold_gradients)
+    for step in range(2):
+        batches = [tiny_batch(seed=10 * step + number) for number in range(3)]
+        for batch in batches:
+            (twins.stock(**batch).loss / 3).backward()
+
+        def run(batch: dict[str, torch.Tensor]) -> None:
+            twins.engine.defer_backward(twins.model(**batch).loss / 3)
+
+        twins.engine.run_micro_batches([lambda batch=batch: run(batch) for batch in batches])
+        twins.step()
+    twins.assert_equal()
 
 
 # The number of loads.

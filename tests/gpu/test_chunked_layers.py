@@ -38,7 +38,6 @@ def run(folder: Path, offload: dict[str, Any], **settings: Any) -> tuple[Outcome
 SWAP = {"activations": "swap", "cpu_memory": "32MiB"}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute": ({}, {}),
-    "swap": (SWAP, {}),
     "bfloat16": (SWAP, {"bf16": True}),
 }
 """Offload settings and TrainingArguments."""

@@ -27,15 +27,6 @@ def test_a_written_profile_is_read(profile: HardwareProfile, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_with_only_the_required_keys(tmp_path: Path) -> None:
-    file = tmp_path / "machine.yaml"
-    file.write_text(LEAST)
-    profile = read_hardware(file)
-    assert (profile.device.flops_per_s, profile.device.memory_bytes) == (160e12, 24 * 10**9)
-    assert profile.ssd[0].capacity_bytes == 3_840_000_000_000
-    assert profile.cpu.optimizer_params_per_s == 2e9
-
-
 @pytest.mark.parametrize(
     ("written", "instead", "message"),
     [

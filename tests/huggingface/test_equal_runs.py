@@ -141,15 +141,15 @@ def test_a_timeout_in_the_settings_counts_from_the_start_and_auto_follows_the_st
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for setting, expected in ((7, [7.0, 7.0, 7.0, 7.0]), ("auto", [600.0, 600.0, 120.0, 300.0])):
         links, found = Links.alone(), []
-        links.set_timeout(600.0)
-        timeouts = StepTimeouts(links, OffloadConfig.load({"ranks.timeout": setting}))
-        assert links.timeout_s == 600.0, "ranks measure the hardware one after the other"
+        links.watch.timeout_s = 600.0
+        timeouts = StepTimeouts(links, OffloadConfig.load({"ranks.timeout": setting}).ranks)
+        assert links.watch.timeout_s == 600.0, "ranks measure the hardware one after the other"
         timeouts.step_planned()
-        found.append(links.timeout_s)
+        found.append(links.watch.timeout_s)
         for took_s in (50.0, 1.0, 30.0):
             now[0] += took_s
             timeouts.step_began()
-            found.append(links.timeout_s)
+            found.append(links.watch.timeout_s)
         assert found == expected
 
 
@@ -160,7 +160,7 @@ def test_a_loop_of_ones_own_has_its_timeout_in_its_first_step(tmp_path: Path) ->
     engine = engine_of(model)
     assert engine is not None
     model(**tiny_batch())
-    assert engine.links.timeout_s == 7.0
+    assert engine.links.watch.timeout_s == 7.0
     engine.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.costs import Quantization
-from hf_lohan.quantize import Packer, decode_
+from hf_lohan.quantize import FourBitForm, decode_
 
 FORMS = [
     Quantization(method=method, double=double, block=block)
@@ -19,7 +19,7 @@ FORMS = [
 
 def packed_in_rows(weight: Tensor, form: Quantization, rows_at_once: int) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a weight that arrives a few rows at a time."""
-    packer = Packer(form, weight.numel())
+    packer = FourBitForm(form, weight.numel()).packer()
     codes = torch.zeros(form.codes_bytes(weight.numel()), dtype=torch.uint8)
     for rows in weight.split(rows_at_once):
         first, part = packer.pack(rows.reshape(-1))

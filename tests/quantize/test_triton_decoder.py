@@ -14,45 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from packed_forms import FORMS, decoded
 from torch import Tensor
 
 import hf_lohan
-from hf_lohan.costs import Quantization
-from hf_lohan.costs.quantization import EncodedMatrix
-from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form, packed_form
+from hf_lohan.quantize import FourBitForm, PackedForm, packed_form
 from hf_lohan.testing.models import tiny_model, tiny_rows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 in_interpreter = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton, and TRITON_INTERPRET=1"
 )
-
-
-def encoded(*shapes: tuple[int, int], **settings: Any) -> EncodedForm:
-    return EncodedForm.of("fp8", tuple(EncodedMatrix(rows=row, columns=column, **settings) for row, column in shapes))
-
-
-def four_bit(method: str, double: bool, block: int, numel: int, width: int = 0) -> FourBitForm:
-    return FourBitForm(Quantization(method=method, double=double, block=block), numel, transposed_width=width)
-
-
-FORMS: dict[str, tuple[PackedForm, int]] = {
-    "nf4": (four_bit("nf4", False, 64, 64 * 37 + 5), 1),
-    "nf4-double": (four_bit("nf4", True, 32, 32 * 270 + 3), 1),
-    "fp4-double-experts": (four_bit("fp4", True, 64, 64 * 6), 5),
-    "nf4-transposed": (four_bit("nf4", True, 64, 64 * 30, 48), 1),
-    "fp4-transposed": (four_bit("fp4", False, 64, 64 * 30, 48), 1),
-    "fp8": (encoded((37, 50), codes="float8_e4m3fn", scales="float32", block=(16, 32)), 1),
-    "fp8-one-scale": (encoded((9, 50), codes="float8_e5m2", scales="bfloat16", block=(9, 50)), 1),
-    "fp8-experts": (encoded((10, 36), (6, 36), codes="float8_e4m3fn", scales="float8_e8m0fnu", block=(8, 32)), 3),
-    "mxfp4": (encoded((20, 64), codes="fp4", scales="uint8", block=(1, 32)), 1),
-    "mxfp4-experts": (encoded((20, 64), codes="fp4", scales="uint8", block=(1, 32), is_transposed=True), 3),
-    "int8-of-127": (int8_form(13, 21), 2),
-    "int8-of-127-transposed": (int8_form(12, 20, is_transposed=True), 1),
-    "int8": (encoded((13, 21), codes="int8", scales="float16", block=(1, 21)), 1),
-    "int4": (encoded((11, 50), codes="int4_in_int32", scales="bfloat16", block=(1, 16), has_zero_points=True), 1),
-    "int8-in-int32": (encoded((11, 50), codes="int8_in_int32", scales="float32", block=(1, 50)), 1),
-}
 
 
 @pytest.fixture
@@ -77,14 +49,6 @@ def random_bytes(form: PackedForm, num_units: int, seed: int) -> tuple[Tensor, T
         for unit in scales.view(num_units, -1):  # the mean is added to all scales, so no number here may be too large
             unit[: 4 * (num_outer + 1)].view(torch.float32).normal_(generator=generator)
     return codes, scales
-
-
-def decoded(form: PackedForm, num_units: int, codes: Tensor, scales: Tensor, cuts: list[int], dtype: Any) -> Tensor:
-    out = torch.full((num_units * form.unit_numel,), 7.0, dtype=dtype)
-    for first, last in zip([0, *cuts], [*cuts, codes.numel()], strict=True):
-        low, high = form.elements(first, last)
-        form.decode_(out[low:high], low, codes[first:last], first, scales)
-    return out
 
 
 def bits_of(values: Tensor) -> Tensor:

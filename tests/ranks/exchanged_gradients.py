@@ -121,6 +121,13 @@ class OwnersSums:
     sent_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Memory for an average."""
+
+    values: Tensor
+
+
 class RankOfExchange:
     """One rank with buffers in shared memory, or whose device adds its gradients while its loads of weights come in
     between."""
@@ -135,7 +142,6 @@ class RankOfExchange:
         self.free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         for buffer in mine.split(BUFFER_BYTES):
             self.free.put(buffer)
-        self.places: dict[tuple[int, int], Tensor] = {}
         self.published: dict[tuple[int, int], Tensor] = {}
         self.lanes = DeviceLanes.open(links, CpuDevice()) if on_device else None
         sums = DeviceSums(CpuDevice(), self.lanes.gradients, ranks, BUFFER_BYTES) if self.lanes is not None else None
@@ -151,12 +157,11 @@ class RankOfExchange:
             sums=sums,
         )
 
-    def place(self, step: int, key: int) -> Tensor | None:
-        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
+    def place(self, step: int, key: int) -> Place | None:
+        return Place(torch.full((self.backwards.numel(key),), float("nan")))
 
     def note_complete(self, complete: CompleteGradient) -> None:
-        total = self.places.pop((complete.step, complete.key), None)
-        assert (total is None) == (complete.numel == 0)
+        total = None if complete.place is None else complete.place.values
         self.sums.sums[complete.step, complete.key] = (total, complete.slice_bits)
 
     def publish(self, step: int, key: int) -> None:
@@ -195,12 +200,18 @@ class RankOfExchange:
             loads.start()
         for step in range(self.backwards.num_steps):
             self.publish_all(step)
-            assert self.exchange.end_backward() == step
-            assert self.exchange.wait_until_complete(step)
+            assert self.finish()
         if num_loads:
             loads.join(20)
             assert not loads.is_alive()
         return self.close()
+
+    def finish(self) -> bool:
+        """End a step. Return whether it was complete."""
+        self.exchange.end_backward()
+        is_complete = self.exchange.wait_until_complete()
+        self.exchange.begin_next()
+        return is_complete
 
     def wait_for_all_buffers(self) -> None:
         with self.exchange.waiting():

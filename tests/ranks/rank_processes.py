@@ -142,7 +142,7 @@ def _run(
         has_store = rank_0_has_store and ranks.rank == 0
         store = dist.TCPStore("127.0.0.1", port, is_master=has_store, wait_for_workers=False)
         links = connect(ranks, store, CONNECTS_WITHIN_S)
-        links.set_timeout(timeout_s)
+        links.watch.timeout_s = timeout_s
         ended.result = function(links, connection.send)
         if not end_interpreter:
             links.close()

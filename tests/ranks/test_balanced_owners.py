@@ -14,7 +14,7 @@ import torch
 from divided_experts import Chosen
 from expert_models import expert_model
 from planned_models import one_plan_alone
-from resharded_stores import STORE, content_at, form_of, in_child, newest_folder, reshard_to
+from resharded_stores import STORE, content_at, in_child, newest_folder, reshard_to
 from short_runs import train_until
 from torch import Tensor
 from typer.testing import CliRunner
@@ -26,6 +26,7 @@ from hf_lohan.cli import app
 from hf_lohan.config import OffloadConfig
 from hf_lohan.experts import RoutedRows
 from hf_lohan.files import CapacityError, IoEngine, StorePath
+from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.huggingface.ranks import at_stores
 from hf_lohan.model import owners_as_stored
 from hf_lohan.ranks import Links
@@ -55,11 +56,11 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(stopped_run: Path, tmp_path: Path) -> Path:
     """A copy of the stopped run, whose stores are divided for two ranks."""
     run = Path(shutil.copytree(stopped_run, tmp_path / "run"))
-    reshard([[str(run / STORE)]], 2, form_of=form_of, removes_old=True)
+    reshard([[str(run / STORE)]], 2, removes_old=True)
     return run
 
 
-balance = partial(reshard, form_of=form_of, balances=True)
+balance = partial(reshard, balances=True)
 
 
 def lohan(*args: object) -> tuple[int, str]:
@@ -137,13 +138,13 @@ def test_another_number_of_ranks_divides_experts_in_ranges_again(num_ranks: int,
     balance([[str(store)]], 2, removes_old=True)
     assert not [*store.glob("rank-*.g1")]
     in_together = Path(shutil.copytree(run, run.parent / "together")) / STORE
-    reshard([[str(store)]], num_ranks, form_of=form_of, removes_old=True)
+    reshard([[str(store)]], num_ranks, removes_old=True)
     assert joined(store, num_ranks) == before
     reshard_to(num_ranks, lambda rank: [in_together])
     assert joined(in_together, num_ranks)[0] == before[0]
     assert num_ranks == 1 or owners(in_together, num_ranks) == owners(store, num_ranks)
     for directory in (store, in_together):
-        reshard([[str(directory)]], 2, form_of=form_of, removes_old=True)
+        reshard([[str(directory)]], 2, removes_old=True)
         assert owners(directory, 2)[0, 0] == owners(directory, 2)[0, 1] and joined(directory, 2)[0] == before[0]
 
 
@@ -212,7 +213,7 @@ def test_what_cannot_be_balanced_is_refused_in_one_line(run: Path, tmp_path: Pat
 def test_a_run_without_counted_rows_is_refused(rows: dict[str, list[int]] | None, run: Path) -> None:
     engine = IoEngine(2, 1 << 20, 1 << 22)
     with Store.open([StorePath(str(run / STORE / "rank-0-of-2.g1"))], model=None, engine=engine) as store:
-        form = form_of(store)
+        form = form_of_records(store)
     engine.close()
     facts: list[dict[str, Any]] = [{}, {}]
     if rows is not None:

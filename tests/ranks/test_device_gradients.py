@@ -122,7 +122,7 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
         assert buffer is not None
         values = buffer[:4].view(torch.float32)
         rank.exchange.publish(0, values, 1, buffer, is_on_device=links.ranks.rank == 0)
-        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        rank.finish()
         links.barrier("the end")
 
     errors = [outcome.error for outcome in rank_outcomes(2, run)]
@@ -167,7 +167,7 @@ def test_a_sum_ends_if_a_rank_closes() -> None:
             assert rank.lanes is not None
             rank.lanes.close()
             links.barrier("what the other rank waits for")
-        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        rank.finish()
         links.barrier("the end")
 
     outcome = rank_outcomes(2, run)[0]
@@ -201,7 +201,7 @@ def test_all_ranks_learn_the_error_of_one_that_needs_no_sum(monkeypatch: pytest.
     def run(links: Links) -> None:
         rank = RankOfExchange(links, ONE_SUM, on_device=True)
         rank.publish(0, 0)
-        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        rank.finish()
         links.barrier("the end")
 
     for outcome in rank_outcomes(2, run):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from exchanged_gradients import Backwards, OwnersSums, Place, RankOfExchange, check, exchange_all
 from gloo_devices import gloo_between_cpus
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from hf_lohan.ranks import (
     SharedRegion,
 )
 from hf_lohan.ranks.collectives import node_sums
-from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums
+from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums, PartsOfNode
 from hf_lohan.ranks.transport import watch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
@@ -45,6 +46,38 @@ def test_owners_get_the_sum_in_rank_order_and_all_buffers_are_released(
 def test_large_chunks_are_sent_between_nodes_in_pieces(num_ranks: int, num_local: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed=1, max_numel=600_000, num_steps=1, share_without=0.0)
     check(backwards, run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local))
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_pieces_for_different_owners_go_in_one_exchange(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So links are busy in both directions. With an exchange for each owner, a step over slow links took longer."""
+    monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 500)
+    backwards = Backwards(num_nodes, 1, seed=2, num_chunks=num_nodes, share_without=0.0, max_numel=2500)
+    every_node = {node: PartsOfNode(1, torch.float32) for node in range(num_nodes)}
+
+    def run(links: Links) -> tuple[int, Tensor]:
+        sums, rank = NodeSums(links), links.ranks.rank
+        begun: list[object] = []
+        begin = sums._lane.begin_exchange
+        monkeypatch.setattr(sums._lane, "begin_exchange", lambda *args: begun.append(args) or begin(*args))
+        total = torch.empty(backwards.numel(rank))
+        chunks = []
+        for owner in range(num_nodes):  # the key of its chunk
+            gradient, out = backwards.gradient(0, rank, owner), total if owner == rank else None
+            assert gradient is not None
+            chunks.append(
+                ChunkOfNodes(owner, owner, backwards.numel(owner), every_node, [gradient], out, is_added=False)
+            )
+        sums.add(chunks)
+        sums.close()
+        return len(begun), total
+
+    most_pieces = max(-(-backwards.numel(key) // 500) for key in range(num_nodes))
+    assert most_pieces > 1
+    for rank, (num_begun, total) in enumerate(run_ranks(num_nodes, run, num_local=1)):
+        expected = backwards.mean(0, rank)
+        assert expected is not None
+        assert num_begun == most_pieces and torch.equal(total, expected)
 
 
 def run_drawn(seed: int) -> None:
@@ -92,11 +125,12 @@ def test_a_sum_may_overwrite_the_owners_own_gradient(
     backwards = Backwards(num_ranks, num_local, seed=4, num_chunks=6, share_without=0.0)
 
     class InPlace(RankOfExchange):
-        def place(self, step: int, key: int) -> Tensor | None:
-            return self.published[step, key]
+        def place(self, step: int, key: int) -> Place:
+            return Place(self.published[step, key])
 
         def note_complete(self, complete: CompleteGradient) -> None:
-            total = self.published[complete.step, complete.key].clone()
+            assert complete.place is not None
+            total = complete.place.values.clone()
             self.sums.sums[complete.step, complete.key] = (total, complete.slice_bits)
 
     def run(links: Links) -> OwnersSums:
@@ -121,13 +155,13 @@ def test_an_abandoned_backward_releases_all_buffers_and_the_next_one_is_complete
                 rank.publish(0, key)
             if links.ranks.rank == breaks:
                 rank.exchange.abandon()
+                rank.exchange.begin_next()
             else:
                 for key in keys[len(keys) // 2 :]:
                     rank.publish(0, key)
-                step = rank.exchange.end_backward()
-                rank.exchange.wait_until_complete(step)
+                rank.finish()
             rank.publish_all(1)
-            assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            assert rank.finish()
             return rank.close()
 
         found = run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed)
@@ -148,9 +182,9 @@ def test_a_rank_without_a_gradient_releases_the_buffers_of_others_early() -> Non
     def run(links: Links) -> OwnersSums:
         rank = RankOfExchange(links, backwards)
         rank.publish_all(0)
-        step = rank.exchange.end_backward()
+        rank.exchange.end_backward()
         rank.wait_for_all_buffers()
-        assert rank.exchange.wait_until_complete(step)
+        assert rank.finish()
         return rank.close()
 
     check(backwards, run_ranks(4, run, num_local=2, delays_seed=1))
@@ -161,7 +195,7 @@ def test_other_ranks_do_not_learn_that_a_sum_is_unwanted(on_device: bool) -> Non
     backwards = Backwards(4, 2, seed=2, num_steps=1)
 
     class Dropping(RankOfExchange):
-        def place(self, step: int, key: int) -> Tensor | None:
+        def place(self, step: int, key: int) -> None:
             return None
 
         def note_complete(self, complete: CompleteGradient) -> None:
@@ -186,7 +220,7 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
         try:
             for step in range(backwards.num_steps):
                 rank.publish_all(step)
-                rank.exchange.wait_until_complete(rank.exchange.end_backward())
+                rank.finish()
         except RankFailedError:
             rank.exchange.abandon()  # releases published gradients even if their owner is dead
             freed.append(not rank.exchange._published)
@@ -218,7 +252,7 @@ def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int
         try:
             for step in range(backwards.num_steps):
                 rank.publish_all(step)
-                rank.exchange.wait_until_complete(rank.exchange.end_backward())
+                rank.finish()
                 links.barrier("the next step")
         finally:
             rank.end()
@@ -242,7 +276,7 @@ def test_the_error_names_a_rank_that_never_publishes() -> None:
                 is_named.wait(60)
                 raise RuntimeError("it slept")
             rank.publish_all(0)
-            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            rank.finish()
         finally:
             is_named.set()
             rank.end()
@@ -258,10 +292,10 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(watch, "_CYCLE_S", 0.2)
     add = NodeSums.add
 
-    def add_slowly(sums: NodeSums, chunk: ChunkOfNodes) -> None:
-        if chunk.owner == 1:
+    def add_slowly(sums: NodeSums, chunks: Sequence[ChunkOfNodes]) -> None:
+        if any(chunk.owner == 1 for chunk in chunks):
             threading.Event().wait(1.5)
-        add(sums, chunk)
+        add(sums, chunks)
 
     monkeypatch.setattr(NodeSums, "add", add_slowly)
     backwards = Backwards(2, 1, seed=1, num_chunks=4, num_steps=1, share_without=0.0)
@@ -272,7 +306,7 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
         if links.ranks.rank == 0:
             threading.Event().wait(0.3)  # so that the other one has told that it waits
         rank.publish_all(0)
-        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        rank.finish()
         links.barrier("the end of the step")
         return rank.close()
 
@@ -282,7 +316,7 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
 CALLBACKS: Any = {
     "completed": lambda _: None,
     "release": lambda _: None,
-    "place": lambda _step, _key: torch.empty(101),
+    "place": lambda _step, _key: Place(torch.empty(101)),
 }
 
 
@@ -292,7 +326,8 @@ def test_gradients_of_different_sizes_are_refused() -> None:
         exchange = GradientExchange(links, {7: 0}, region, **CALLBACKS)
         mine = region.bytes[4096 * links.ranks.rank :].view(torch.float32)
         exchange.publish(7, mine[: 100 + links.ranks.rank], 1, None)
-        exchange.wait_until_complete(exchange.end_backward())
+        exchange.end_backward()
+        exchange.wait_until_complete()
         links.barrier("the end")
 
     outcomes = rank_outcomes(2, run)
@@ -305,7 +340,8 @@ def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
     def run(links: Links) -> None:
         exchange = GradientExchange(links, {7: 0}, None, **CALLBACKS)
         exchange.publish(7, torch.zeros(10), 1, None)
-        exchange.wait_until_complete(exchange.end_backward())
+        exchange.end_backward()
+        exchange.wait_until_complete()
 
     outcomes = rank_outcomes(2, run)
     assert "chunk 7 is not in the memory that the ranks of this node share" in str(outcomes[1].error)

@@ -86,7 +86,7 @@ def count(links: Links, folder: str, train: Train) -> int:
 
 
 def wait_for_ever(links: Links, folder: str) -> tuple[str, float]:
-    links.set_timeout(NET_TIMEOUT_S)
+    links.watch.timeout_s = NET_TIMEOUT_S
     try:
         for step in range(1_000_000):
             links.all_gather(f"the norm of step {step}")

@@ -242,7 +242,7 @@ def test_the_timeout_may_be_changed() -> None:
 
     def wait(links: Links) -> str:
         links.barrier("the start")
-        links.set_timeout(2.0)
+        links.watch.timeout_s = 2.0
         if links.ranks.rank == 0:
             is_named.wait(60)
             return "done"
@@ -261,7 +261,7 @@ def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:
         links.barrier("the start")
         if links.ranks.rank == 0:
             for _ in range(15):
-                links.send_heartbeat()
+                links.watch.beat()
                 threading.Event().wait(0.1)
         links.barrier("the end")
         return "done"

@@ -119,7 +119,7 @@ def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients
         try:
             if links.ranks.rank == 1:
                 links.barrier("a checkpoint")
-            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            rank.finish()
         finally:
             rank.end()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -17,7 +15,7 @@ import huggingface_hub
 import pytest
 import torch
 from equal_tensors import tensors_in
-from finetune_arguments import Family, checkpoint_to_resume, choose_block_size
+from finetune_arguments import checkpoint_to_resume, choose_block_size
 from finetune_llama import LLAMA
 from finetune_opt import OPT
 from finetuning import main
@@ -191,18 +189,3 @@ def test_resume_finds_the_last_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert checkpoint_to_resume(None, str(tmp_path)) is None
     assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-10")
-
-
-def test_families_name_their_models() -> None:
-    for module, name in (("finetune_llama", "LLAMA"), ("finetune_opt", "OPT")):
-        family = getattr(importlib.import_module(module), name)
-        assert isinstance(family, Family) and module.endswith(family.model_types[0])
-
-
-@pytest.mark.parametrize("part", ["sets the level", "finds it as it was"])
-def test_log_levels_are_restored_after_a_test(part: str) -> None:
-    logger = logging.getLogger("hf_lohan")
-    assert logger.level == logging.NOTSET
-    if part == "sets the level":
-        logger.setLevel(logging.ERROR)
-        logging.basicConfig(force=True)

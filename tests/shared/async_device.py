@@ -164,7 +164,7 @@ class AsyncDevice(CpuDevice):
         self.arena.note_copy(lane, dst, src)
 
     def run(
-        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+        self, lane: Lane, work: Callable[[], object], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
         read = {tensor.untyped_storage().data_ptr() for tensor in reads}
         if lane is Lane.H2D:

@@ -18,7 +18,6 @@ from hf_lohan.annexes.resharding.reshard import reshard
 from hf_lohan.annexes.resharding.reshard_together import reshard_together
 from hf_lohan.checkpoint.generations import RunStores, find_stores
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.ranks import Links
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.commits import ImmediateAgreement
@@ -31,7 +30,6 @@ Sees = Callable[[int], Sequence[Path]]
 """Returns the directories that a rank sees. The first one is its own."""
 
 
-form_of = form_of_records
 train = partial(train_until, save_steps=2)
 
 
@@ -62,7 +60,7 @@ def reshard_to(num_ranks: int, sees: Sees) -> list[tuple[RunStores, int]]:
         found, _ = find(links, sees(links.ranks.rank))
         assert found.state in ("reshardable", "own"), found
         if found.state == "reshardable":
-            reshard_together(found, links, form_of, None)
+            reshard_together(found, links, None)
         return found, links.sent_bytes["weights"]
 
     return run_ranks(num_ranks, on_rank)
@@ -98,7 +96,7 @@ def contents(directory: Path, num_ranks: int) -> list[tuple[Content, Any]]:
 def resharded(run: Path, copy: Path, num_ranks: int) -> list[tuple[Content, Any]]:
     """Return the stores that `lohan reshard` makes of a copy of a run."""
     shutil.copytree(run, copy)
-    reshard([[str(copy / STORE)]], num_ranks, form_of=form_of, removes_old=True)
+    reshard([[str(copy / STORE)]], num_ranks, removes_old=True)
     return contents(copy / STORE, num_ranks)
 
 

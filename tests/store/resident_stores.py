@@ -54,7 +54,7 @@ def open_store(
         )
         assert isinstance(store, Store)
         with store:
-            store.keep_copies([(record.block, record.kind) for record in resident], mapped_empty)
+            store.ram.allocate_copies([(record.block, record.kind) for record in resident], mapped_empty)
             yield store, engine
     finally:
         engine.close()

@@ -8,31 +8,12 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
-from versioned_stores import CHECKPOINT, MODEL, RECORDS, fill, new_store
+from versioned_stores import MODEL, RECORDS, fill, new_store
 
-from hf_lohan.files import ForeignStoreError, IoEngine, StorageError, StorePath, TornStoreError
+from hf_lohan.files import ForeignStoreError, IoEngine, StorageError, StorePath
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store, last_commit
 from hf_lohan.store.commits import read_commit, write_commit
 from hf_lohan.testing.stored_state import aligned, content_of
-
-
-def test_writing_frozen_records_again_keeps_the_commit_unless_they_change(tmp_path: Path, engine: IoEngine) -> None:
-    frozen = (RECORDS[3],)
-    with new_store(tmp_path, engine, 2) as store:
-        fill(store, RECORDS, Random(1))
-        store.commit()
-        before = content_of(store)
-        store.clear_records()
-        store.write("frozen", "param", 0, _tensor(before["frozen", "param"], RECORDS[3])).wait()
-        store.drop_drafts()
-        assert content_of(store) == before
-        fill(store, frozen, Random(2))
-        with pytest.raises(TornStoreError):
-            store.drop_drafts()
-        paths = store.paths
-    with pytest.raises(TornStoreError, match="resume from a checkpoint"):
-        Store.open(paths, model=MODEL, engine=engine)
 
 
 def test_a_store_without_versioned_records_needs_no_second_home(tmp_path: Path, engine: IoEngine) -> None:
@@ -75,21 +56,6 @@ def test_extents_have_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) 
             assert b"".join(parts) == content[name]
         store.clear_records()
         assert store.extents("a", "param") is None
-
-
-def test_a_torn_store_is_whole_after_the_next_commit(tmp_path: Path, engine: IoEngine) -> None:
-    with new_store(tmp_path, engine, 1) as store:
-        fill(store, RECORDS, Random(1))
-        store.commit({"last_checkpoint": CHECKPOINT}, {"file": b"1"}, b"line\n")
-        fill(store, RECORDS[:1], Random(2))
-        assert store.committed is not None and store.committed.journal == {"file": b"1"} and store.log == b"line\n"
-        marked = last_commit([path.path for path in store.paths])
-        assert marked is not None and marked.is_torn
-        store.commit({}, {}, b"more\n")
-        assert store.log == b"line\nmore\n"
-        after, paths = content_of(store), store.paths
-    with Store.open(paths, model=MODEL, engine=engine) as store:
-        assert content_of(store) == after
 
 
 def test_parts_of_two_stores_are_not_mixed(tmp_path: Path, engine: IoEngine) -> None:
@@ -158,9 +124,3 @@ def test_auto_chooses_one_home_if_two_and_the_scratch_do_not_fit(tmp_path: Path,
         with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, scratch=scratch) as store:
             assert store.num_homes == num_homes
             store.scratch(scratch)
-
-
-def _tensor(content: bytes, record: RecordSpec) -> torch.Tensor:
-    out = aligned(record, record.numel)
-    out.view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return out

@@ -53,13 +53,13 @@ class Run:
         )
         self.lives_in_ram = lives_in_ram
         if lives_in_ram:
-            self.store.keep_copies([(record.block, record.kind) for record in RECORDS], mapped_empty)
+            self.store.ram.allocate_copies([(record.block, record.kind) for record in RECORDS], mapped_empty)
         disk.mark(Mark(State("", content_of(self.store), b""), is_sure=True))
 
     def write(self) -> None:
         """Write some versioned granules, and the frozen one with unchanged bytes."""
         if self.lives_in_ram:
-            self.store.keep_new_in_ram(self.random.random() < 0.7)
+            self.store.ram.keep_new(self.random.random() < 0.7)
         write_some(self.store, self.random)
         self.store.write("tail", "param", GRANULE_NUMEL, self.frozen).wait()
 

@@ -24,7 +24,7 @@ from hf_lohan.testing.storage_doubles import FaultyBackend
 
 def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, engine):
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         for fill in (1, 2, 3):
             store.write(*ALL, values(WEIGHT, fill=fill)).wait()
             assert is_all(store, fill)
@@ -41,21 +41,10 @@ def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
 
 def test_records_without_a_copy_are_written_at_once(tmp_path: Path) -> None:
     with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         assert engine.write_bytes == WEIGHT.num_bytes
         assert not store.ram.keeps_write("layer", "param") and store.ram.keeps_write("layer", "exp_avg")
-
-
-@pytest.mark.parametrize("num_homes", [1, 2])
-def test_dropping_drafts_restores_the_commit(num_homes: int, tmp_path: Path) -> None:
-    with open_store(tmp_path, num_homes=num_homes) as (store, _):
-        store.write(*ALL, values(WEIGHT, fill=1)).wait()
-        store.commit()
-        store.keep_new_in_ram(True)
-        store.write("layer", "param", GRANULE_NUMEL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
-        store.drop_drafts()  # possible with one home, because its file was not overwritten
-        assert is_all(store, 1) and is_all(store, 1)
 
 
 def test_borrowed_memory_is_changed_in_place(tmp_path: Path) -> None:
@@ -63,7 +52,7 @@ def test_borrowed_memory_is_changed_in_place(tmp_path: Path) -> None:
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
         assert store.ram.borrow("layer", "param", 0, WEIGHT.numel) is None  # this record must be written at once
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         before = engine.write_bytes
         lent = store.ram.borrow("layer", "param", GRANULE_NUMEL, GRANULE_NUMEL)
         assert lent is not None and (lent == 1).all()
@@ -82,7 +71,7 @@ def test_records_that_are_not_in_ram_cannot_be_borrowed(tmp_path: Path) -> None:
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
     with open_store(tmp_path) as (store, _):
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         assert store.ram.borrow("layer", "param", 0, GRANULE_NUMEL) is None
         assert is_all(store, 1)
         assert store.ram.borrow("layer", "param", 0, GRANULE_NUMEL) is not None
@@ -92,7 +81,7 @@ def test_an_unfinished_change_is_not_committed(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         store.write(*ALL, values(WEIGHT, fill=2)).wait()
         lent = store.ram.borrow("layer", "param", 0, GRANULE_NUMEL)
         lent[:7] = 5  # the change is not finished
@@ -107,7 +96,7 @@ def test_an_unfinished_change_is_not_committed(tmp_path: Path) -> None:
 def test_a_failed_write_back_can_be_repeated(tmp_path: Path) -> None:
     backend = FaultyBackend("write", 1 << 60, errno.EIO)
     with open_store(tmp_path, backend=backend) as (store, _):
-        store.keep_new_in_ram(True)
+        store.ram.keep_new(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
         store.write(*ALL, values(WEIGHT, fill=2)).wait()
@@ -119,18 +108,6 @@ def test_a_failed_write_back_can_be_repeated(tmp_path: Path) -> None:
     with open_store(tmp_path, resident=()) as (store, _):
         store.drop_drafts()
         assert is_all(store, 2)
-
-
-def test_loaded_values_are_read_again(tmp_path: Path) -> None:
-    with open_store(tmp_path) as (store, _):
-        store.keep_new_in_ram(True)
-        store.write(*ALL, values(WEIGHT, fill=1)).wait()
-        bounce = mapped_empty(2 * WEIGHT.granule_bytes)
-        store.write_unaligned("layer", "param", 5, values(WEIGHT, GRANULE_NUMEL, fill=9), bounce)
-        out = values(WEIGHT)
-        for _ in range(2):  # the first read uses the drive and RAM, the second only RAM
-            store.read(*ALL, out).wait()
-            assert (out[5 : 5 + GRANULE_NUMEL] == 9).all() and (out == 1).sum() == WEIGHT.numel - GRANULE_NUMEL
 
 
 OPERATIONS = (
@@ -167,7 +144,7 @@ def test_a_store_reads_like_tensors_in_memory(
                     except TornStoreError:
                         return  # one home was overwritten, and the store says so
                     now = {name: value.clone() for name, value in committed.items()}
-                store.keep_new_in_ram(random.random() < 0.7)
+                store.ram.keep_new(random.random() < 0.7)
                 while remaining and (operation := remaining.pop(0)) != "reopen":
                     committed = act(store, operation, random, now, committed)
                     if store.versions.is_torn and operation == "drop":
@@ -208,7 +185,7 @@ def act(store: Store, operation: str, random: Random, now: Contents, committed: 
                 store.drop_drafts()
                 now.update({name: value.clone() for name, value in committed.items()})
         case "keep" | "write_through":
-            store.keep_new_in_ram(operation == "keep")
+            store.ram.keep_new(operation == "keep")
     return committed
 
 

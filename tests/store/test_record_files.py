@@ -17,7 +17,6 @@ from hf_lohan.testing.storage_doubles import (
     FaultyBackend,
     FlippingBackend,
     GatedBackend,
-    OneShortBackend,
     ShortBackend,
 )
 
@@ -60,24 +59,6 @@ def test_written_records_are_read(
                 files.read(record.block, record.kind, start, out).wait()
                 assert torch.equal(bits(out), bits(values[start : start + out.numel()]))
         assert engine.write_bytes == files.size_bytes == sum(record.num_bytes for record in records)
-
-
-def test_a_write_inside_a_record_touches_nothing_else(
-    tmp_path: Path, engine: IoEngine, records: Records, random_values: Values
-) -> None:
-    record = records[2]
-    with new_files(tmp_path, records, engine) as files:
-        whole, part = random_values(record, 8192), random_values(record, 4096)
-        files.write(record.block, record.kind, 0, whole).wait()
-        files.write(record.block, record.kind, 2048, part).wait()
-        out = random_values(record, 8192)
-        files.read(record.block, record.kind, 0, out).wait()
-        expected = torch.cat([whole[:2048], part, whole[6144:]])
-        assert torch.equal(bits(out), bits(expected))
-        for other in set(records) - {record}:
-            out = random_values(other, other.numel)
-            files.read(other.block, other.kind, 0, out).wait()
-            assert not bits(out).any()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -214,19 +195,6 @@ def test_bytes_changed_in_transfer_are_detected(
         sound = random_values(record, 4096)
         files.read(record.block, record.kind, 0, sound).wait()
         assert torch.equal(bits(sound), bits(before[:4096]))
-
-
-def test_short_calls_in_the_middle_are_harmless(
-    tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values
-) -> None:
-    record = records[2]
-    for verb in ("read", "write"):
-        backend = OneShortBackend(verb, 2, num_bytes=4096)
-        with new_files(tmp_path / verb, records, make_engine(backend)) as files:
-            values, out = random_values(record, record.numel), random_values(record, record.numel)
-            files.write(record.block, record.kind, 0, values).wait()
-            files.read(record.block, record.kind, 0, out).wait()
-            assert torch.equal(bits(out), bits(values)) and backend.was_short
 
 
 def test_a_failed_write_must_be_repeated_before_a_commit(

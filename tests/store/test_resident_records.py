@@ -58,9 +58,9 @@ def test_memory_is_allocated_once_with_the_size_of_the_records(tmp_path: Path) -
         return mapped_empty(num_bytes)
 
     with open_store(tmp_path, resident=()) as (store, _):
-        store.keep_copies([], host_empty)
+        store.ram.allocate_copies([], host_empty)
         assert taken == []
-        store.keep_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
+        store.ram.allocate_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
         assert taken == [WEIGHT.num_bytes + MOMENT.num_bytes]
         for record, value in ((WEIGHT, 2), (MOMENT, 4)):  # the copies do not overlap
             store.write(record.block, record.kind, 0, values(record, fill=value)).wait()
@@ -175,21 +175,3 @@ def test_only_missing_parts_are_read_from_the_ssd(tmp_path: Path) -> None:
         store.read(*ALL, out).wait()
         assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
         assert engine.read_bytes > 0
-
-
-def test_unaligned_access_uses_the_copy_and_keeps_it_current(opened: tuple[Store, IoEngine]) -> None:
-    store, engine = opened
-    bounce = mapped_empty(4 * GRANULE_NUMEL)
-    store.write(*ALL, values(WEIGHT, fill=1)).wait()
-    few = torch.empty(5, dtype=torch.bfloat16)
-    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
-    assert (few == 1).all() and engine.read_bytes == 0
-    store.write_unaligned("layer", "param", GRANULE_NUMEL - 2, torch.full_like(few, 9), bounce)
-    expected = values(WEIGHT, fill=1)
-    expected[GRANULE_NUMEL - 2 : GRANULE_NUMEL + 3] = 9
-    for _ in range(2):
-        out = values(WEIGHT)
-        store.read(*ALL, out).wait()
-        assert torch.equal(out, expected)
-    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
-    assert (few == 9).all()

@@ -96,7 +96,7 @@ def test_threads_with_different_parts_do_not_interfere(tmp_path: Path) -> None:
             else:
                 store.drop_drafts()
                 now.update(committed)
-            store.keep_new_in_ram(random.random() < 0.5)
+            store.ram.keep_new(random.random() < 0.5)
 
         meet = threading.Barrier(2, action=between_rounds)
 

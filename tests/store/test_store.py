@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from store_contents import EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
 
-from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, Store
 from hf_lohan.testing.storage_doubles import CountingBackend
@@ -24,25 +22,6 @@ def test_a_fresh_store_is_zeros_of_the_announced_size(
         assert not read_all(store).any()
         assert store.records == records and store.model == model and store.paths == tuple(paths)
         assert store.has("layers.1", "param") and not store.has("layers.2", "param")
-
-
-def test_a_store_reopens_with_its_values_and_paths_in_any_order(
-    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
-) -> None:
-    with Store.create(paths, records, model=model, engine=engine, stripe_bytes=8192) as store:
-        for record in records:
-            store.write(record.block, record.kind, 0, random_values(record, record.numel)).wait()
-        store.commit()
-        written = read_all(store)
-    with Store.open(paths[::-1], model=model, engine=engine) as store:
-        assert torch.equal(read_all(store), written)
-        assert store.paths == tuple(paths) and store.records == records and store.model == model
-    with Store.open(paths, model=None, engine=engine) as store:
-        bounce, out = mapped_empty(65536), torch.empty(100, dtype=torch.bfloat16)
-        store.read_unaligned("layers.0", "param", 7, out, bounce)
-        assert torch.equal(out.view(torch.uint8), written[14:214])
-        store.write_unaligned("layers.0", "param", 7, torch.zeros_like(out), bounce)
-        assert not read_all(store)[14:214].any()
 
 
 def test_a_moved_store_opens_in_its_new_folder(

@@ -28,85 +28,6 @@ def commit(versions: Versions) -> None:
     versions.commit(*versions.draft())
 
 
-def live(versions: Versions, record: RecordSpec) -> list[tuple[Home, int]]:
-    """Home and checksum of each granule."""
-    num_granules = record.numel // GRANULE
-    runs, checksum = versions.live(record.block, record.kind, 0, num_granules)
-    homes = [run.home for run in runs for _ in range(run.first, run.stop)]
-    return list(zip(homes, checksum.tolist(), strict=True))
-
-
-def test_new_records_have_no_home() -> None:
-    versions = versions_of(2)
-    assert live(versions, A) == [(Home.NOWHERE, 0)] * 5
-    assert not versions.has_drafts and not versions.is_written("a", "param", 0, 5)
-
-
-def test_drafts_go_to_the_other_home() -> None:
-    versions = versions_of(2)
-    assert write(versions, A, 0, 5, 1) == [HomeRun(Home.FIRST, 0, 5)]
-    assert write(versions, A, 1, 2, 2) == [HomeRun(Home.FIRST, 1, 2)]  # a draft may be overwritten
-    commit(versions)
-    assert write(versions, A, 1, 3, 3) == [HomeRun(Home.SECOND, 1, 3)]
-    assert write(versions, A, 1, 2, 4) == [HomeRun(Home.SECOND, 1, 2)]
-    commit(versions)
-    assert live(versions, A) == [
-        (Home.FIRST, 1),
-        (Home.SECOND, 4),
-        (Home.SECOND, 3),
-        (Home.FIRST, 1),
-        (Home.FIRST, 1),
-    ]
-    assert write(versions, A, 0, 5, 5) == [
-        HomeRun(Home.SECOND, 0, 1),
-        HomeRun(Home.FIRST, 1, 3),
-        HomeRun(Home.SECOND, 3, 5),
-    ]
-    assert versions.has_drafts and versions.is_written("a", "param", 0, 1)
-    versions.drop_drafts()
-    assert live(versions, A)[1] == (Home.SECOND, 4) and versions.is_written("a", "param", 0, 5)
-    assert not versions.has_drafts
-
-
-def test_records_with_one_home_are_written_in_place() -> None:
-    versions = versions_of(2)
-    for record in (FROZEN_TAIL, FROZEN):
-        write(versions, record, 0, record.numel // GRANULE, 1)
-    commit(versions)
-    for record in (FROZEN_TAIL, FROZEN):
-        write(versions, record, 0, record.numel // GRANULE, 1)
-    assert [home for home, _ in live(versions, FROZEN_TAIL)] == [Home.SECOND, Home.SECOND, Home.FIRST, Home.FIRST]
-    assert [home for home, _ in live(versions, FROZEN)] == [Home.FIRST, Home.FIRST]
-
-
-@pytest.mark.parametrize("num_homes", [1, 2])
-def test_only_changed_committed_bytes_tear(num_homes: int) -> None:
-    versions = versions_of(num_homes)
-    checksums = np.array([1, 2], np.uint64)
-    assert not versions.overwrites("c", "param", 0, 2)
-    write(versions, FROZEN, 0, 1, 1)
-    assert not versions.overwrites("c", "param", 0, 2)  # dropping a draft loses nothing
-    commit(versions)
-    assert versions.overwrites("c", "param", 0, 2) and not versions.overwrites("c", "param", 1, 2)
-    assert versions.overwrites("b", "param", 0, 4) is False
-    assert not versions.tears("c", "param", 0, checksums)  # granule 1 was never written
-    assert versions.tears("c", "param", 0, checksums + np.uint64(1))
-    versions.mark_torn()
-    assert versions.is_torn and not versions.overwrites("c", "param", 0, 2)
-    with pytest.raises(AssertionError, match="overwritten"):
-        versions.drop_drafts()
-    commit(versions)
-    assert not versions.is_torn
-
-
-def test_a_versioned_record_is_overwritten_in_one_home_only() -> None:
-    for num_homes, overwrites in ((1, True), (2, False)):
-        versions = versions_of(num_homes)
-        write(versions, A, 0, 5, 1)
-        commit(versions)
-        assert versions.overwrites("a", "param", 0, 5) is overwrites
-
-
 def test_a_write_that_never_ends_leaves_its_granules_in_flux() -> None:
     versions = versions_of(2)
     versions.begin_write("b", "param", 1, 3)
@@ -121,17 +42,6 @@ def test_a_write_that_never_ends_leaves_its_granules_in_flux() -> None:
     assert versions.first_in_flux() is None
 
 
-def test_clearing_records_keeps_the_commit() -> None:
-    versions = versions_of(2)
-    write(versions, A, 0, 5, 1)
-    commit(versions)
-    versions.clear()
-    assert live(versions, A) == [(Home.NOWHERE, 0)] * 5 and versions.has_drafts
-    assert write(versions, A, 0, 5, 2) == [HomeRun(Home.SECOND, 0, 5)]
-    versions.drop_drafts()
-    assert live(versions, A) == [(Home.FIRST, 1)] * 5
-
-
 def test_the_arrays_of_a_commit_do_not_change() -> None:
     versions = versions_of(1)
     write(versions, A, 0, 5, 1)
@@ -142,20 +52,6 @@ def test_the_arrays_of_a_commit_do_not_change() -> None:
     versions.clear()
     versions.commit(*versions.draft())
     assert np.array_equal(home, before[0]) and np.array_equal(checksum, before[1])
-
-
-def test_a_torn_store_must_be_written_again() -> None:
-    versions = versions_of(2)
-    for record in RECORDS:
-        write(versions, record, 0, record.numel // GRANULE, 1)
-    commit(versions)
-    reopened = versions_of(2)
-    reopened.restore(*versions.draft(), is_torn=True)
-    assert reopened.is_torn and reopened.first_in_flux() == ("b", "param", 2)
-    write(reopened, FROZEN_TAIL, 2, 4, 2)
-    assert reopened.first_in_flux() == ("c", "param", 0)
-    write(reopened, FROZEN, 0, 2, 2)
-    assert reopened.first_in_flux() is None
 
 
 def test_versions_of_other_records_are_refused() -> None:

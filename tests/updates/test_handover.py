@@ -16,19 +16,9 @@ from hf_lohan.costs import SizeClass
 from hf_lohan.device import Buffer, BufferPool, CpuDevice, Event, Lane
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.updates.handover import BorrowedSlot, Delivery, DeliveryListener, Handover, NewParams
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, Handover, NewParams
 
 NUM_CHUNKS = 4
-
-
-class Noting(DeliveryListener):
-    """Notes how a delivery ended."""
-
-    def __init__(self, errors: list[BaseException | None]) -> None:
-        self._errors = errors
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self._errors.append(error)
 
 
 def a_block() -> tuple[Block, list[Chunk]]:
@@ -191,7 +181,7 @@ def test_parameters_that_wait_to_be_written_are_kept_until_they_are_copied(devic
     buffer.release()
     assert updates.pool.num_free == NUM_CHUNKS - 1  # the delivery reads the buffer
     errors: list[BaseException | None] = []
-    delivery.set_listener(Noting(errors))
+    delivery.call_at_end(errors.append)
     assert updates.pool.num_free == NUM_CHUNKS
     buffer.bytes.fill_(0xFF)
     assert not errors  # the other chunk is still to come
@@ -219,7 +209,7 @@ def test_a_callback_gets_a_failure_once(end: str) -> None:
     updates = Updates().handover
     updates.announce(chunks)
     errors: list[BaseException | None] = []
-    updates.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
+    updates.deliver(block, torch.zeros(block.numel)).call_at_end(errors.append)
     assert not errors
     if end == "abort":
         updates.abort(OSError("the drive is gone"))
@@ -236,7 +226,7 @@ def test_a_second_delivery_of_a_block_waits_for_the_first() -> None:
     updates = Updates()
     updates.handover.announce(chunks[:1])
     errors: list[BaseException | None] = []
-    updates.handover.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
+    updates.handover.deliver(block, torch.zeros(block.numel)).call_at_end(errors.append)
     weights = torch.full((block.numel,), -1.0)
     again: list[Delivery] = []
 

@@ -87,17 +87,6 @@ def test_the_very_first_step_is_skipped(way: str, make_twins: TwinsFactory) -> N
     twins.assert_equal()
 
 
-@WAY
-def test_a_step_with_an_infinite_loss_is_skipped(way: str, make_twins: TwinsFactory) -> None:
-    twins = make_twins("mixtral", **WAYS[way])
-    train(twins, 1, first_seed=100)
-    (twins.model(**tiny_batch(seed=77)).loss * INF).backward()
-    twins.optimizer.step()
-    twins.optimizer.zero_grad()
-    train(twins, 2, first_seed=200)
-    twins.assert_equal()
-
-
 def test_a_step_is_skipped_if_only_the_sum_is_not_finite(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.train(1, max_norm=CLIPS)

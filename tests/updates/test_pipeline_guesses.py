@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 from pipeline_bench import GROUP, NUM_CHUNKS, Bench, LateCallbacks
-from torch import nn
-
-from hf_lohan.config import Schedule
 
 MakeBench = Callable[..., Bench]
 GUESSES = ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]
@@ -40,55 +36,6 @@ def test_a_wrong_guess_is_dropped_after_its_last_write_and_redone(make_bench: Ma
     assert_all_buffers_back(bench)
 
 
-@pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
-def test_guessing_changes_no_number(schedule: Schedule, make_bench: MakeBench) -> None:
-    coefficients = [1.0, 0.5, 0.25, 1.0, 1.0]
-    guessing = make_bench(schedule, hold_gradients=True, speculates=True)
-    waiting = make_bench(schedule, hold_gradients=True)
-    for number, coefficient in enumerate(coefficients):
-        for bench in (guessing, waiting):
-            bench.submit_all(value=number - 1.5)
-            bench.finish_step(coefficient)
-    for kind, record in waiting.store.records.items():
-        assert torch.equal(guessing.store.records[kind], record), kind
-    for bench in (guessing, waiting):
-        assert set(bench.step_counts.values()) == {len(coefficients)}
-        assert_all_buffers_back(bench)
-    right_or_wrong = ["accepted" if coefficient == 1.0 else "redone" for coefficient in coefficients]
-    assert guessing.applied == (["deferred"] * 5 if schedule == "serial" else right_or_wrong)
-    assert waiting.applied == ["deferred"] * 5
-
-
-def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: MakeBench) -> None:
-    bench = make_bench(hold_gradients=True, speculates=True)
-    bench.submit_all()
-    bench.pipeline.wait_for_norms()
-    later = replace(GROUP, lr=0.5)
-    _, applied = bench.pipeline.finish_step(1.0, lambda part: later)
-    bench.pipeline.wait_for_updates()
-    assert applied == "redone"
-    reference = nn.Parameter(torch.zeros(4))
-    reference.grad = torch.ones(4)
-    torch.optim.AdamW([reference], lr=0.5, weight_decay=GROUP.weight_decay, fused=True).step()
-    assert bool((bench.store.records["param"] == reference[0]).all())
-
-
-def test_gradients_without_a_guess_are_applied_with_a_right_guess(make_bench: MakeBench) -> None:
-    """Chunks 0 and 2 only have gradients of an earlier backward."""
-    bench = make_bench(hold_gradients=True, speculates=True)
-    for index in (2, 0):
-        bench.pipeline.submit(bench.arrived(index, 1.0), is_final=False)
-    for index in (3, 1):
-        bench.pipeline.submit(bench.arrived(index, 1.0), is_final=True)
-    bench.finish_step()
-    assert bench.applied == ["accepted"]
-    writes = [event for event in bench.store.order if event.startswith("w")]
-    assert writes == ["w3", "w1", "w0", "w2"]
-    assert len(bench.store.records["param"].unique()) == 1
-    assert set(bench.step_counts.values()) == {1}
-    assert_all_buffers_back(bench)
-
-
 def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
@@ -97,17 +44,6 @@ def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
     assert not bench.store.records["param"].any()
     bench.finish_step()
     assert (bench.applied, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
-
-
-def test_a_second_gradient_of_a_guessed_chunk_undoes_all_guesses(make_bench: MakeBench) -> None:
-    bench = make_bench(hold_gradients=True, speculates=True)
-    bench.submit_all(value=1.0)
-    bench.submit_all(value=2.0)
-    bench.finish_step()
-    assert (bench.applied, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
-    assert torch.allclose(bench.store.records["exp_avg"], torch.tensor(0.3))
-    assert set(bench.step_counts.values()) == {1}
-    assert_all_buffers_back(bench)
 
 
 @pytest.mark.parametrize("look", ["wait_for_updates", "run_when_written", "undo_guesses"])
@@ -140,17 +76,6 @@ def test_dropped_guesses_are_undone(make_bench: MakeBench) -> None:
     bench.submit_all()
     bench.finish_step()
     assert bench.applied == ["accepted"]
-
-
-def test_updates_in_backward_are_undone_if_the_store_has_drafts(make_bench: MakeBench) -> None:
-    bench = make_bench(hold_gradients=False)
-    bench.submit_all()
-    bench.finish_step()
-    after_one_step = bench.store.records["param"].clone()
-    bench.submit_all(value=5.0)
-    assert bench.pipeline.abandon_step() == ({bench.block}, False)
-    assert torch.equal(bench.store.records["param"], after_one_step)
-    assert set(bench.step_counts.values()) == {1}
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False])

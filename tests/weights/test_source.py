@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import lay_out_block
 from hf_lohan.testing.storage_doubles import FaultyBackend
-from hf_lohan.updates import Delivery, DeliveryListener
+from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, Slot
 
 
@@ -148,17 +149,6 @@ class HeldRead:
         self._out.fill_(float(self._block[1:]))
 
 
-class NotedEnd(DeliveryListener):
-    """Notes how the load of a block ended."""
-
-    def __init__(self, ended: dict[str, BaseException | None], name: str) -> None:
-        self._ended = ended
-        self._name = name
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self._ended[self._name] = error
-
-
 class OverlappingLoads:
     """Three blocks with a slot each, and how their loads ended."""
 
@@ -176,7 +166,7 @@ class OverlappingLoads:
 
     def begin(self, number: int) -> None:
         block = self.blocks[number]
-        self.source.begin_load(block, self.slots[number], NotedEnd(self.ended, block.name))
+        self.source.begin_load(block, self.slots[number], partial(self.ended.__setitem__, block.name))
 
     def is_right(self, number: int) -> bool:
         self.device.record(Lane.H2D).synchronize()

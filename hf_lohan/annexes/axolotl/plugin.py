@@ -16,6 +16,7 @@ import transformers
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field
 
+from hf_lohan.compat.patches import replaced
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.huggingface import OffloadTrainerMixin, engine_of, from_pretrained
 from hf_lohan.huggingface.models.adapters import changes_the_base
@@ -248,7 +249,7 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
         nonlocal adapters
         loader._build_model = functools.partial(_take, loader, base)
         is_weightless = next(base.parameters()).device.type == "meta"
-        prepared = _prepared_plugins(loader.plugin_manager)
+        prepared = replaced(loader.plugin_manager, pre_model_load=_do_nothing)  # plugins have done so
         with prepared, _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
             if is_weightless and hasattr(base, "resize_token_embeddings"):
                 resize = base.resize_token_embeddings
@@ -294,16 +295,6 @@ def _unchanged_random_numbers() -> Iterator[None]:
         yield
     random.setstate(python)
     np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _prepared_plugins(plugins: Any) -> Iterator[None]:
-    """In this context, the hook `pre_model_load` of plugins is not called, because it has already run."""
-    plugins.pre_model_load = _do_nothing
-    try:
-        yield
-    finally:
-        del plugins.pre_model_load
 
 
 def _freeze(model: Any, cfg: Any) -> None:

@@ -29,15 +29,15 @@ from hf_lohan.ranks import Links, RanksDisagreeError, Rounds, bytes_of
 from hf_lohan.store import RecordRead, Store
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import GradientPipeline
-from hf_lohan.weights import RowLoads
-from hf_lohan.weights.shared_source import Changes, StaleError, stale_error
+from hf_lohan.weights import RowLoads, SlotRing
+from hf_lohan.weights.shared_source import StaleError, stale_error
 
 _HEAD = struct.Struct("<qqB")
 """Number of weight changes so far (period), number of wanted rows (-1 for none), and whether the rank has closed."""
 
 
 def open_rows(
-    layout: OffloadLayout, device: Device, store: Store, updates: GradientPipeline, links: Links, changes: Changes
+    layout: OffloadLayout, device: Device, store: Store, updates: GradientPipeline, links: Links, changes: SlotRing
 ) -> EmbeddingRows:
     """Return the `EmbeddingRows` of the layout's table. All ranks call this together. ``changes`` counts the changes of
     weights."""
@@ -124,7 +124,7 @@ class ShardedRows(Rounds):
     many rows it wants. Then requests are served in rank order: the requesting rank sends the indices of its rows, and
     each rank sends back the elements in its own shard."""
 
-    def __init__(self, own: OwnRows, links: Links, changes: Changes, sent: Tensor) -> None:
+    def __init__(self, own: OwnRows, links: Links, changes: SlotRing, sent: Tensor) -> None:
         """All ranks create this together. ``sent``: memory for rows that are sent, uint8."""
         super().__init__(links, links.open("rows", carries="tokens"), beside_kernels=False)
         self._own = own

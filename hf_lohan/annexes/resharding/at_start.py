@@ -11,7 +11,7 @@ from hf_lohan.checkpoint.generations import RunStores
 from hf_lohan.config import SsdPath
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import launch_id, log_once
-from hf_lohan.model import Block, StoredForm
+from hf_lohan.model import Block
 from hf_lohan.ranks import Links
 from hf_lohan.store import Store
 from hf_lohan.wording import times
@@ -21,13 +21,11 @@ def reshard_for_these_ranks(
     found: RunStores,
     given: Sequence[SsdPath],
     links: Links,
-    form_of: Callable[[Store], StoredForm],
     opened: tuple[Store, Sequence[Block]] | None = None,
 ) -> None:
     """Copy the last step of a run with another number of ranks to new stores of these ranks, and log this. The old
-    stores stay. ``given``: the ssd paths of the settings, with capacities. ``form_of`` returns the form of a store's
-    records. ``opened``: this rank's own store and its blocks, if a model was streamed to it. All ranks call this
-    together. Raises the errors of `reshard_together`."""
+    stores stay. ``given``: the ssd paths of the settings, with capacities. ``opened``: this rank's own store and its
+    blocks, if a model was streamed to it. All ranks call this together. Raises the errors of `reshard_together`."""
     log_once(
         links,
         f"step {found.last.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
@@ -36,7 +34,7 @@ def reshard_for_these_ranks(
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in given]
     progress = LoggedProgress("resharded")
     with shown_copy(progress, is_shown=links.ranks.rank == 0) as on_copied:
-        reshard_together(found, links, form_of, launch_id(), capacities, opened, on_copied)
+        reshard_together(found, links, launch_id(), capacities, opened, on_copied)
     log_once(links, progress.text())
 
 

@@ -9,7 +9,6 @@ from rich.console import Console
 from hf_lohan.annexes.resharding.at_start import shown_copy
 from hf_lohan.annexes.resharding.reshard import LoggedProgress, reshard
 from hf_lohan.cli.stores import print_line, ssd_paths_of
-from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.wording import times
 
 
@@ -25,7 +24,6 @@ def reshard_stores(
         resharded = reshard(
             ssd_paths_of(stores),
             num_ranks,
-            form_of=form_of_records,
             removes_old=removes_old,
             balances=balances,
             num_nodes=num_nodes,

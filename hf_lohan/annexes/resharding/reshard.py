@@ -21,6 +21,7 @@ from hf_lohan.experts import RoutedRows
 from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.durable_file import remove_folder
+from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, RecordSpec, Store
@@ -56,8 +57,6 @@ class BalancedOwners:
 
 @dataclass(frozen=True, kw_only=True)
 class Resharded:
-    """The result of `reshard`."""
-
     commit_number: int
     global_step: int | None
     num_ranks_before: int
@@ -74,7 +73,6 @@ def reshard(
     paths_of_ranks: Sequence[Sequence[str]],
     num_ranks: int,
     *,
-    form_of: Callable[[Store], StoredForm],
     removes_old: bool = False,
     balances: bool = False,
     num_nodes: int | None = None,
@@ -82,12 +80,12 @@ def reshard(
 ) -> Resharded:
     """Copy the newest step that all ranks of a run have to stores of the next generation, for ``num_ranks`` ranks.
 
-    ``paths_of_ranks`` has all ssd paths of the run's stores (`store_paths_of`). ``form_of`` returns the form of the
-    model that a store describes. ``removes_old`` removes the old stores at the end. ``balances`` divides experts by the
-    rows that the run has counted (see `balanced_owners`, also for ``num_nodes``). Then the number of ranks may stay the
-    same. ``on_copied(num_bytes, total_bytes)`` is called for each copied piece. Until all new stores are committed, a
-    run continues from the old stores. Raises ValueError if there is no step to copy, if the run already has this number
-    of ranks, or if nothing can be balanced. Raises the errors of `Store`.
+    ``paths_of_ranks`` has all ssd paths of the run's stores (`store_paths_of`). ``removes_old`` removes the old stores
+    at the end. ``balances`` divides experts by the rows that the run has counted (see `balanced_owners`, also for
+    ``num_nodes``). Then the number of ranks may stay the same. ``on_copied(num_bytes, total_bytes)`` is called for each
+    copied piece. Until all new stores are committed, a run continues from the old stores. Raises ValueError if there is
+    no step to copy, if the run already has this number of ranks, or if nothing can be balanced. Raises the errors of
+    `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
@@ -110,7 +108,7 @@ def reshard(
                 for of_rank in before.folders()
             ]
             commits, copied = _commits_to_copy(old)
-            form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
+            form = form_of_records(next((store for store in old if store.model_folder is not None), old[0]))
             records = [store.records for store in old]
             owners = owners_in(form, records)
             check_records(records_by_rank(form, num_before, owners), records, [store.paths[0].path for store in old])
@@ -188,9 +186,9 @@ def balanced_owners(
 ) -> BalancedOwners:
     """Divide the experts of a model among ranks, so that all ranks have about equally many of the counted rows.
 
-    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. By default it
-    is that of the run, or one if that does not divide the ranks. ``owners``: former owners, by default `owned_experts`.
-    ``where`` is for errors. Raises ValueError if there is nothing to balance.
+    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. The default is
+    the number of the run, or one if this does not divide the ranks. ``owners``: former owners, by default
+    `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
     """
     layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
     if not layers:
@@ -232,7 +230,6 @@ def balanced_owners(
 
 
 def io_engine() -> IoEngine:
-    """Return an engine for copying stores."""
     inflight_bytes = (_READS_AHEAD + _WRITES_BEHIND) * COPY_BYTES
     return IoEngine(num_threads=_IO_THREADS, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=inflight_bytes)
 

@@ -41,7 +41,8 @@ from hf_lohan.files import (
     StorePath,
 )
 from hf_lohan.files.data_file import byte_tensor
-from hf_lohan.model import Block, StoredForm
+from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.model import Block
 from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.versions import Checksums
@@ -53,7 +54,6 @@ _TOGETHER_BYTES = 256 << 20
 def reshard_together(
     found: RunStores,
     links: Links,
-    form_of: Callable[[Store], StoredForm],
     launch_id: str | None,
     capacities: Sequence[int | None] = (),
     opened: tuple[Store, Sequence[Block]] | None = None,
@@ -71,7 +71,7 @@ def reshard_together(
     with ExitStack() as stack:
         io = io_engine()
         stack.callback(io.close)
-        old = _describe(found, links, io, form_of)
+        old = _describe(found, links, io)
         if opened is None:
             folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
             all_free = [None] * len(folders)
@@ -155,7 +155,7 @@ def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
     return block.name
 
 
-def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> OldRun:
+def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
     """Return the facts of the old run that all ranks need. The first rank that sees an old store describes it."""
     seen_stores, key, num_ranks = _stores(found), found.last.key, links.ranks.num_ranks
     own = {}
@@ -169,7 +169,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[S
     records, run, first = [old.records for old in stores], {}, seen_stores[0]
     if first.seen_by == links.ranks.rank:
         with _opened(first.directories, key, io) as store:
-            form = form_of(store)
+            form = form_of_records(store)
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
             copied = [(seen.store_id, seen.newest) for seen in seen_stores]
             described = OldRun.of(store, [], copied, records_by_rank(form, num_ranks))
@@ -216,7 +216,7 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
     """Open an old store for reading at its commit ``key``."""
     store = Store.open([StorePath(path) for path in directories], model=None, engine=io)
     try:
-        kept = [commit for commit in store.kept_commits if (commit.group_id, commit.number) == key]
+        kept = [commit for commit in store.kept_commits if commit.key == key]
         if not kept:
             advice = "start again when no other run uses the store"
             raise StorageError("another step was committed meanwhile in", path=directories[0], advice=advice)
@@ -239,7 +239,7 @@ def _copy_shard(
     on_copied: Callable[[int], object],
 ) -> None:
     """Copy the new shard of rank ``writer``. ``new`` is this rank's own store. ``loaded`` has the blocks of a model
-    that was loaded to it before; their frozen weights must equal those of the old run. Copies of pieces that the writer
+    that was loaded to it before; its frozen weights must equal those of the old run. Copies of pieces that the writer
     itself reads run concurrently. A piece of another rank is sent after all pieces before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}

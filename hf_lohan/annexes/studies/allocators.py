@@ -64,11 +64,11 @@ class CachingAllocator:
         self._is_expandable = is_expandable
         self._next_address = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Maps whether sizes are small to (size, address) of each free block, in ascending order."""
+        """(size, address) of each free block, in ascending order. Key: whether the blocks are for small sizes."""
         self._block_at: dict[int, MemoryBlock] = {}
         """Maps addresses to free blocks."""
         self._last: dict[bool, MemoryBlock | None] = {True: None, False: None}
-        """Maps whether sizes are small to the last block of the expandable segment."""
+        """The last block of each expandable segment. Key: whether the segment is for small sizes."""
 
     def allocate(self, num_bytes: int) -> MemoryBlock:
         """Return a block of at least ``num_bytes``."""

@@ -114,7 +114,7 @@ def load_for_generation(
     with run.tiers(layout, settings) as tiers:
         is_stored = all_agree(run.links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
         if is_stored and _take_buffers(skeleton, tiers.store):
-            tiers.store.drop_drafts()  # a store that was opened anew begins with drafts of zeros
+            tiers.store.drop_drafts()  # a new store begins with drafts of zeros
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
             if (Path(recipe.checkpoint.folder) / "generation_config.json").is_file():

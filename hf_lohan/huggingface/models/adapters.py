@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, WeightView, gathered_parameters
 from hf_lohan.checkpoint.model_description import copy_buffers
+from hf_lohan.compat.patches import replaced
 from hf_lohan.compat.transformers_private import saves_active_adapter
 from hf_lohan.engine import ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.progress import advance, long_work
@@ -83,7 +84,7 @@ def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
     from peft import get_peft_model
 
     def add(model: Any) -> Any:
-        if not is_on_meta(model):
+        if next(model.parameters()).device.type != "meta":
             return get_peft_model(model, peft_config)
         try:
             return get_peft_model(model, copy.deepcopy(peft_config))
@@ -94,10 +95,6 @@ def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
             ) from error
 
     return add
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type == "meta"
 
 
 def finished_skeleton(skeleton: Any, finish: Callable[[Any], Any]) -> tuple[Any, dict[str, str]]:
@@ -191,9 +188,7 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
         copy_buffers(model, {name: weight for name, weight in weights.items() if not store_weight(name, weight)})
 
     written: set[nn.Parameter] = set()
-    own = {name: value for name, value in vars(model).items() if name == "load_state_dict"}
-    model.load_state_dict = store
-    try:
+    with replaced(model, load_state_dict=store):
         for adapter, folder in saved_adapters(model, path).items():
             # PEFT saves the output of the prompt encoder, and writes it to a weight of the encoder itself.
             is_prompt = model.peft_config[adapter].is_prompt_learning
@@ -201,9 +196,6 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
             with gathered_parameters(encoder):
                 set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
             written |= encoder
-    finally:
-        del model.load_state_dict
-        vars(model).update(own)
     return written
 
 
@@ -233,7 +225,7 @@ class PendingMerges:
         if self._merges:
             for module in base.modules():
                 if module is base or any(parameter in self for parameter in module.parameters(recurse=False)):
-                    module.register_forward_pre_hook(_refuse_to_run, prepend=True)
+                    module.register_forward_pre_hook(_refuse_merged, prepend=True)
 
     @torch.no_grad()
     def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -253,17 +245,10 @@ class PendingMerges:
                 layer.merged_adapters[:] = before  # the weights in the store are not merged
         return merged
 
-    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+    def borrow_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_merged()
 
-    def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> NoReturn:
-        _refuse_merged()
-
-    def copy_parameter(self, parameter: nn.Parameter) -> NoReturn:
-        _refuse_merged()
-
-    def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
-        _refuse_merged()
+    embed = copy_parameter = gather_parameters = borrow_weights
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         """Do nothing, because the shape of a view may be used although it has no values."""
@@ -301,11 +286,7 @@ def _with_values(layers: Sequence[Any], read: Callable[[nn.Parameter], Tensor]) 
             setattr(module, name, parameter)
 
 
-def _refuse_to_run(_module: nn.Module, _args: Any) -> None:
-    _refuse_merged()
-
-
-def _refuse_merged() -> NoReturn:
+def _refuse_merged(*_args: Any) -> NoReturn:
     raise ValueError(
         "the adapters of this model are merged while it is saved, because its packed weights cannot be changed "
         "(quantize); call save_pretrained, and load the folder to run the model or to read its weights"
@@ -335,8 +316,6 @@ def merge_through_store(
 
 
 class _Merging:
-    """Merges and unmerges layers of PEFT."""
-
     def __init__(self, on_base: Callable[[Any, PendingMerges], None], unchangeable: AbstractSet[nn.Parameter]) -> None:
         self._on_base = on_base
         self._unchangeable = unchangeable
@@ -387,15 +366,9 @@ def _comparable_embeddings(base: Any) -> Iterator[None]:
             return embeddings
         return types.SimpleNamespace(weight=memory.setdefault(weight, torch.empty(1)))
 
-    getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(base, name)]
-    before = {name: vars(base).get(name) for name in getters}
-    for name in getters:
-        setattr(base, name, functools.partial(stand_in, getattr(base, name)))
-    try:
+    names = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(base, name)]
+    with replaced(base, **{name: functools.partial(stand_in, getattr(base, name)) for name in names}):
         yield
-    finally:
-        for name, own in before.items():
-            delattr(base, name) if own is None else setattr(base, name, own)
 
 
 def _bytes_of(module: nn.Module) -> int:

@@ -38,7 +38,7 @@ from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.model import Block, dtype_name
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.model.packed_weights import is_named, packed_forms
-from hf_lohan.quantize import EncodedForm, int8_form, join_scales, scale_values, values_of
+from hf_lohan.quantize import EncodedForm, int8_form, join_scales, scale_values, stored_bytes, values_of
 from hf_lohan.quantize.encoded_weights import EncodedWeight, UnreadTensor, decode_scales, whole_pieces
 
 _CHECKED_AT_ONCE_NUMEL = 1 << 22
@@ -413,9 +413,7 @@ class _FourBitForm(CheckpointForm):
             raise ValueError(f"the scales of {name} of {str(self.path)!r} are cut short, or not finite")
         if form.double:
             return state, join_scales(read["absmax"], outer, state["nested_offset"], form, numel)
-        scales = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
-        scales[: 4 * num_scales] = outer.to(torch.float32).view(torch.uint8)
-        return state, scales
+        return state, stored_bytes(outer.to(torch.float32), form.scales_bytes(numel))
 
 
 def _weight_of(name: str) -> str:

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load, load_file
 from torch import nn
 
-from hf_lohan.checkpoint.generations import stores_of
+from hf_lohan.checkpoint.generations import opened_stores
 from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, MODEL_FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
@@ -22,11 +22,9 @@ from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.costs import Quantization
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
-from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import keep_from_others, temporary_folder
 from hf_lohan.files.durable_file import write_folder
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
 from hf_lohan.model import StoredForm, base_of, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
@@ -52,21 +50,19 @@ def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int |
     check_new_folder(out)
     keep_from_others()
     paths = store_paths_of(run)
-    found = stores_of(paths).found
-    refuse_stores_of_ranks(0 if found is None else found.num_ranks, paths[0][0], run)
-    folders = paths[0] if found is None else found.folders()[0]
-    io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
-    try:
-        with Store.open([*map(StorePath, folders)], model=None, engine=io, is_read_only=True) as store:
-            if store.committed is None:
-                raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
-            target = Path(os.path.abspath(out))
-            with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
-                _export_store(store, unfinished / target.name, dtype)
-            step = store.committed.facts.get("global_step")
-            return int(step) if step is not None else None
-    finally:
-        io.close()
+    with opened_stores(paths) as (store, *others):
+        if others:
+            raise ValueError(
+                f"{paths[0][0]} has the stores of {1 + len(others)} ranks, each with a part of the model; merge them "
+                f"with lohan reshard {run} --ranks 1 --remove-old, and export again"
+            )
+        if store.committed is None:
+            raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
+        target = Path(os.path.abspath(out))
+        with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
+            _export_store(store, unfinished / target.name, dtype)
+        step = store.committed.facts.get("global_step")
+        return int(step) if step is not None else None
 
 
 def _moment_dtype(store: Store) -> MomentDtype:

@@ -206,13 +206,6 @@ class Checkpoint:
                         f"the download of {self.name!r} failed ({_reason(error)}); start again to continue it"
                     ) from error
 
-    @contextlib.contextmanager
-    def opened(self, config: OffloadConfig, links: Links) -> Iterator[Tensors]:
-        """Download missing weights, and yield the tensors. A tensor is read only on access."""
-        self.fetch_weights(None, config, links)
-        with opened_tensors(Path(self.folder)) as tensors:
-            yield tensors
-
     def _check_room(
         self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
     ) -> None:
@@ -416,7 +409,7 @@ def _telling_others(links: Links) -> Iterator[None]:
         while not is_done.wait(_HEARTBEAT_S):
             send()
 
-    thread = threading.Thread(target=tell, args=(links.send_heartbeat,), name="lohan-download", daemon=True)
+    thread = threading.Thread(target=tell, args=(links.watch.beat,), name="lohan-download", daemon=True)
     thread.start()
     try:
         yield
@@ -452,7 +445,6 @@ def quantization_of(model_config: Any) -> SaidForm | None:
 
 
 def method_of(fields: Mapping[str, Any]) -> str:
-    """Return the name of the method of a `quantization_config`."""
     if fields.get("load_in_8bit"):
         return "int8"
     if fields.get("load_in_4bit"):
@@ -482,18 +474,25 @@ def check_safetensors(path: str | Path) -> None:
             pass
 
 
+def safetensors_files(path: Path) -> list[str]:
+    """Return the names of the safetensors files with the weights of a checkpoint folder. Raises ValueError for a
+    damaged index."""
+    if (path / _WEIGHTS).is_file():
+        return [_WEIGHTS]
+    if not (path / _INDEX).is_file():
+        return []
+    try:
+        return sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
+
+
 @contextlib.contextmanager
 def opened_tensors(path: Path) -> Iterator[Tensors]:
     """Yield the tensors of all safetensors files of a checkpoint folder. They are read only on access. Raises
     ValueError for a file that is missing or damaged."""
-    if (path / _WEIGHTS).is_file():
-        files = [_WEIGHTS]
-    elif (path / _INDEX).is_file():
-        try:
-            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
-    else:
+    files = safetensors_files(path)
+    if not files:
         raise ValueError(
             f"{str(path)!r} is a quantized checkpoint without {_WEIGHTS} or {_INDEX}, and only safetensors files are "
             "dequantized; save it as safetensors"

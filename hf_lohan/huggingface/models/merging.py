@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -91,12 +90,10 @@ def merge(
     ((model, merges),) = merged
     merged_weights = _MergedWeights(model, weights, merges)
     state_dict, dtype_of_model = on_meta(model.state_dict(), merged_weights), dtype_of_config(model, merged_weights)
-    save = functools.partial(
-        save_weights, model, state_dict, merged_weights, dtype_of_model, type(model).save_pretrained
-    )
     with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
-        save(unfinished / target.name)
-        _copy_tokenizer(folder, recipe.checkpoint.folder, unfinished / target.name)
+        out, stock = unfinished / target.name, type(model).save_pretrained
+        save_weights(model, state_dict, merged_weights, dtype_of_model, stock, out)
+        _copy_tokenizer(folder, recipe.checkpoint.folder, out)
 
 
 def _unread_model(recipe: ModelRecipe, dtype: torch.dtype | str) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
@@ -184,8 +181,6 @@ def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight]
 
 
 class _MergedWeights(SavedWeights):
-    """The weights of a checkpoint, with an adapter merged into them."""
-
     def __init__(self, model: Any, weights: Mapping[nn.Parameter, UnreadWeight], merges: PendingMerges) -> None:
         named = model.named_parameters(remove_duplicate=False)
         super().__init__({name: own for name, own in named if own in weights or own in merges}, merges)

@@ -28,6 +28,7 @@ from hf_lohan.huggingface.models.hub import (
     Tensors,
     check_safetensors,
     has_safetensors,
+    opened_tensors,
     quantization_of,
     read_model_config,
 )
@@ -130,7 +131,8 @@ class ModelRecipe:
         """Let tied weights be loaded once (`config_as_tied`)."""
         if ties_weights(self.config) and (self.checkpoint.missing or has_safetensors(self.checkpoint.folder)):
             build = partial(skeleton_of, self.model_class, dtype=self.dtype, code=self.checkpoint.code)
-            with self.checkpoint.opened(self.settings, self._links) as tensors:
+            self.checkpoint.fetch_weights(None, self.settings, self._links)
+            with opened_tensors(Path(self.checkpoint.folder)) as tensors:
                 self.config, renamed = config_as_tied(tensors, self.checkpoint.folder, self.config, build, self.dtype)
             self._own_config = self.config
             self.checkpoint = replace(self.checkpoint, renamed=renamed)
@@ -376,7 +378,6 @@ def config_as_tied(
 
 
 def ties_weights(config: Any) -> bool:
-    """Return whether a config ties the weights of the head and the embeddings."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 

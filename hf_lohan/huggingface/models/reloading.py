@@ -12,7 +12,8 @@ from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints
 from hf_lohan.huggingface.models.adapters import load_adapters, saved_adapters, saves_adapters
-from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself, stream_state_dict
+from hf_lohan.huggingface.models.hub import has_safetensors
+from hf_lohan.huggingface.models.state_dicts import saves_itself, stream_state_dict
 from hf_lohan.huggingface.models.weight_sink import WeightSink, streamed_to
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.model import has_adapters, kept_in_float32
@@ -33,7 +34,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
     `from_pretrained`, because it fuses experts that were saved one by one."""
     if not has_weights(model, path):
         raise ValueError(f"{str(path)!r} has no weights of {type(model).__name__}; give the folder of a checkpoint")
-    is_module = not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained"))
+    is_module = not saves_itself(model) and (has_safetensors(path) or not hasattr(type(model), "from_pretrained"))
     if is_module or (has_adapters(model) and not saves_adapters(model)):
         reload_state_dict(engine, model, path)
         return

@@ -26,7 +26,6 @@ from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
 from hf_lohan.files.directories import disk_full_named
 from hf_lohan.huggingface.models.adapters import PendingMerges, saves_adapters
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.huggingface.ranks import save_on_rank_0
 from hf_lohan.model import StoredForm
 from hf_lohan.ranks import Links
 
@@ -217,14 +216,18 @@ def saving_to(path: str | Path) -> AbstractContextManager[None]:
 
 
 def save_together(stored_model: StoredModel, path: str | Path, save: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves. ``path``
-    is the file or folder that `save` writes. A full disk raises `DiskFullError`, which names it."""
-
-    def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
-        return save(replace(stored_model, collective_reads=reads), **kwargs)
-
+    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this. Rank 0 saves, and the
+    other ranks take part in its reads. ``path`` is the file or folder that `save` writes. A full disk raises
+    `DiskFullError`, which names it."""
+    ranks, reads = stored_model.links.ranks, CollectiveReads(stored_model.access, stored_model.links)
     with saving_to(path):
-        return save_on_rank_0(stored_model.access, stored_model.links, save_read_by, kwargs)
+        if not ranks.others:
+            return save(stored_model, **kwargs)
+        if ranks.rank != 0:
+            return reads.follow_rank_0()
+        kwargs.pop("is_main_process", None)  # rank 0 writes, even if the caller chose another rank
+        with reads.leading():
+            return save(replace(stored_model, collective_reads=reads), **kwargs)
 
 
 def save_pretrained_from_store(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
+from hf_lohan.huggingface.models.hub import safetensors_files
 from hf_lohan.huggingface.models.saving import (
     StoredModel,
     given_by_position,
@@ -28,8 +29,6 @@ from hf_lohan.model import is_peft_model
 
 WEIGHTS_NAME = "model"
 """Stem of the file names, as in transformers and accelerate."""
-_FILE = f"{WEIGHTS_NAME}.safetensors"
-_INDEX = f"{_FILE}.index.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
 _MAX_SHARD_SIZE = "10GB"
 """Default size of shards, as in accelerate and diffusers."""
@@ -162,15 +161,10 @@ def _store_in_rows(opened: Any, name: str, sink: WeightSink) -> bool:
     return True
 
 
-def has_state_dict(path: str | Path) -> bool:
-    return any((Path(path) / name).is_file() for name in (_FILE, _INDEX))
-
-
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if not has_state_dict(path):
-        raise ValueError(f"{str(path)!r} has no {_FILE}; give the folder of a checkpoint")
-    if (path / _FILE).is_file():
-        return [path / _FILE]
-    return [path / name for name in sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))]
+    files = safetensors_files(path)
+    if not files:
+        raise ValueError(f"{str(path)!r} has no {WEIGHTS_NAME}.safetensors; give the folder of a checkpoint")
+    return [path / name for name in files]

@@ -77,7 +77,6 @@ class WeightSink:
         return True
 
     def is_packed(self, name: str) -> bool:
-        """Return whether a weight is packed in the store."""
         stored = self._stored_name(name)
         return stored in self._access.parts and self._access.parts[stored][0][1].packed is not None
 
@@ -89,7 +88,6 @@ class WeightSink:
         self._stored_packed.add(stored)
 
     def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a weight in the model."""
         return self._access.parts[self._stored_name(name)][0][1].shape
 
     def _stored_name(self, name: str) -> str:

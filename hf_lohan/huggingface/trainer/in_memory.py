@@ -20,7 +20,6 @@ from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adding_adapters
 from hf_lohan.huggingface.models.hub import Checkpoint, quantization_of
 from hf_lohan.huggingface.models.recipe import load_dtype, model_class_of, weightless_model
-from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.wording import format_bytes
@@ -83,7 +82,7 @@ def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[s
 def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str | None:
     """Return the reason if a run is offloaded in any case, or None if its memory must be planned."""
     store = Path(args.output_dir) / STORE_FOLDER
-    if is_one_of_several(args):
+    if args.world_size > 1:
         return f"it has {args.world_size} ranks, but 'auto' can only decide for one device"
     if args.n_gpu > 1:
         return f"the stock Trainer would use {args.n_gpu} GPUs at once, but 'auto' can only decide for one device"

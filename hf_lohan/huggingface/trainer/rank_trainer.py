@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -17,10 +17,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.checkpoint.generations import RunStores, resharding_for
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_checkpoint, point_of_attempt
-from hf_lohan.config import OffloadConfig, SsdPath
-from hf_lohan.engine import OffloadEngine
+from hf_lohan.config import SsdPath
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.huggingface.models.saving import StoredModel, saving_to
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
@@ -32,35 +30,23 @@ from hf_lohan.huggingface.ranks import (
     stores_here,
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
+from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.wording import times
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
-
-
 logger = logging.getLogger(__name__)
 
 
-class RankTrainerMixin(_TrainerBase):
-    """Mixed into a Trainer. Ranks agree on decisions that must be equal, and a rank that fails ends the other ranks."""
+class RankTrainerMixin(TrainerMixin):
+    """Ranks agree on decisions that must be equal, and a rank that fails ends the other ranks."""
 
     accelerator: Any
     model: Any
-    _offload_config: OffloadConfig | None
-
     _found: RunStores
     """The stores that the last `train` found at the ssd paths."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def offload_engine(self) -> OffloadEngine | None: ...
 
     @property
     def _links(self) -> Links:
@@ -80,7 +66,7 @@ class RankTrainerMixin(_TrainerBase):
             except RuntimeError as error:
                 if not isinstance(error, RankFailedError):
                     # Upstream's collectives fail if a rank is gone, but do not name that rank.
-                    self._links.raise_cause("what Trainer gathers from all ranks")
+                    self._links.watch.find_cause("what Trainer gathers from all ranks")
                 raise
         except (Exception, KeyboardInterrupt) as error:
             self._links.fail(error)
@@ -160,7 +146,6 @@ class RankTrainerMixin(_TrainerBase):
         return asked or LAST_STEP if is_copy or found.state == "reshardable" else self._asked_after_restart(asked)
 
     def _reshard(self) -> None:
-        """Copy the found stores to new stores of these ranks."""
         found, num_ranks = times(self._found.num_ranks, "rank"), times(self._links.ranks.num_ranks, "rank")
         reshard = resharding_for(f"continuing a run of {found} with {num_ranks}").reshard_for_these_ranks
         engine, default = self.offload_engine, Path(self.args.output_dir) / STORE_FOLDER
@@ -168,7 +153,7 @@ class RankTrainerMixin(_TrainerBase):
         opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
         try:
             given = self._offload_config.ssd_paths(default)
-            reshard(self._found, given, self._links, form_of_records, opened)
+            reshard(self._found, given, self._links, opened)
         except BaseException:
             if engine is not None:  # the engine's store may have weights of both models
                 engine.commits.leave_to_journal()

@@ -117,7 +117,7 @@ class StepJournal(TrainerCallback):
         self._engine = engine
         self._write_files = write_files
         self._termination = termination
-        self._epoch = epoch
+        self.epoch = epoch
         self._last_checkpoint: str | None = None
         self._has_saved = False
         self._seen_step = -1
@@ -130,7 +130,7 @@ class StepJournal(TrainerCallback):
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
         """Resume from `point`. `checkpoint` is the folder that upstream chose. This run commits its step."""
-        self._epoch.resume(checkpoint)
+        self.epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
             self._resumed = facts[_TRAINER_FACTS]
@@ -168,12 +168,9 @@ class StepJournal(TrainerCallback):
                 step,
             )
 
-    def begin_epoch(self, *, is_rest: bool) -> None:
-        self._epoch.begin_epoch(is_rest=is_rest)
-
     def add_to_checkpoint(self, folder: str) -> None:
         """Write the facts of the run, and the random state from the beginning of the epoch, to a checkpoint."""
-        self._epoch.write(os.path.join(folder, FOLDER_NAME))
+        self.epoch.write(os.path.join(folder, FOLDER_NAME))
         Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
             json.dumps(self._engine.commits.run_facts()), encoding="utf-8"
         )
@@ -216,7 +213,7 @@ class StepJournal(TrainerCallback):
         state = self._trainer.state
         with temporary_folder() as folder:
             self._write_files(folder)
-            self._epoch.write(folder)
+            self.epoch.write(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
             if self._loaded is not None:  # Trainer loads the random states after training has begun
                 for path in self._loaded.glob("rng_state*.pth"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -66,21 +66,17 @@ from hf_lohan.huggingface.offloaded_model import (
 )
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
-from hf_lohan.huggingface.ranks import check_sequence_ranks, random_state_suffix, ranks_here
+from hf_lohan.huggingface.ranks import check_sequence_ranks, ranks_here
 from hf_lohan.huggingface.trainer.in_memory import choose_place, load_in_memory
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
 from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
 from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
+from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.model import base_of
 from hf_lohan.planning import MicroBatches
 from hf_lohan.record import RunRecord, record_folder
 from hf_lohan.report.run_data import STORE_FOLDER
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +109,9 @@ class ChunkedSmoother(LabelSmoother):
         return loss
 
 
-class ChunkedSmoothingMixin(_TrainerBase):
-    """Mixed into a Trainer. Smooths labels chunk by chunk in the model's cross entropy. Upstream calls the model
-    without labels instead, and smooths over all logits. Both omit other terms of the model's loss, such as a router
-    loss."""
+class ChunkedSmoothingMixin(TrainerMixin):
+    """Smooths labels chunk by chunk in the model's cross entropy. Upstream calls the model without labels instead, and
+    smooths over all logits. Both omit other terms of the model's loss, such as a router loss."""
 
     model: Any
     compute_loss_func: Any
@@ -158,8 +153,6 @@ TRACKERS = (
 
 
 class RecordedRun(TrainerCallback):
-    """Records the run of one engine."""
-
     def __init__(self, record: RunRecord, folder: Path) -> None:
         self.record = record
         self._folder = folder
@@ -207,6 +200,17 @@ def upstream_names(trainer_class: type, mixin: type) -> list[str]:
         if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
             return own
     return []
+
+
+def _how_to_offload(config: OffloadConfig, args: TrainingArguments) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` and `offload_model` that follow from a Trainer's."""
+    micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
+    return {
+        "torch_device": args.device,
+        "default_ssd_path": Path(args.output_dir) / STORE_FOLDER,
+        "hold_gradients": micro_batches.holds_gradients(args.max_grad_norm),
+        "sums_gradients": micro_batches.sums_gradients,
+    }
 
 
 _LOADING_ARGUMENTS = ("peft_config", "quantization_config")
@@ -264,7 +268,7 @@ class OffloadTrainerMixin(
         model = given[0] if given and given[0] is not None else named.get("model")
         offload = choose_offload(offload, (*given, *named.values()), self.default_offload)
         has_engine = isinstance(model, nn.Module) and engine_of(model) is not None
-        check_given_model(model, is_offloaded=True, makes_models=self._makes_models)
+        check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
         if offload == FITS_OR_NOT:
             if self._loading:
                 logger.warning(
@@ -278,9 +282,6 @@ class OffloadTrainerMixin(
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         self._runs_together: bool | None = None
-        check_given_model(
-            model, is_offloaded=offload is not None or self._is_in_memory, makes_models=self._makes_models
-        )
         if self._loading and not (offload is not None and isinstance(model, str | Path)):
             raise ValueError(
                 f"{next(iter(self._loading))} is for a checkpoint that offload streams; pass offload and the path of a "
@@ -331,23 +332,12 @@ class OffloadTrainerMixin(
         self._replace_jit_checkpoints()
 
     def _stream_model(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
-        """Load the model to train with `from_pretrained`."""
         config = self._offload_config
         assert config is not None
         check_equal_arguments(args, self._links)
-        micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
+        how, optimizer = _how_to_offload(config, args), self._optimizer_choice(args)
         with trainer_line(args, "loading"):
-            return from_pretrained(
-                path,
-                offload=config,
-                torch_device=args.device,
-                bf16=args.bf16,
-                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
-                sums_gradients=micro_batches.sums_gradients,
-                optimizer=self._optimizer_choice(args),
-                **kwargs,
-            )
+            return from_pretrained(path, offload=config, bf16=args.bf16, optimizer=optimizer, **how, **kwargs)
 
     # The engine is attached late, after all code that patches or wraps the model has run.
 
@@ -364,17 +354,13 @@ class OffloadTrainerMixin(
             check_model(model)
             if self._record is not None:  # `model_init` made a new model, but the old model's engine holds the store
                 self._record.engine.close()
-            micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
             engine = offload_model(
                 model,
                 self._offload_config,
-                torch_device=args.device,
-                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
-                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
-                sums_gradients=micro_batches.sums_gradients,
                 rules=self._rules(),
                 is_beside_others=True,
+                **_how_to_offload(self._offload_config, args),
             )
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
@@ -460,7 +446,8 @@ class OffloadTrainerMixin(
         if self._journal is not None:
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
-        suffix = random_state_suffix(engine.links.ranks)
+        ranks = engine.links.ranks
+        suffix = f"_{ranks.rank}" if ranks.others else ""  # as Trainer names the file
         epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, suffix)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
@@ -481,7 +468,7 @@ class OffloadTrainerMixin(
             return None
         if self._journal is not None:
             is_first = kwargs["epoch"] == kwargs["epochs_trained"]
-            self._journal.begin_epoch(is_rest=is_first and kwargs["steps_trained_in_current_epoch"] > 0)
+            self._journal.epoch.begin_epoch(is_rest=is_first and kwargs["steps_trained_in_current_epoch"] > 0)
         return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(

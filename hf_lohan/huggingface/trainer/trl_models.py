@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,13 +39,9 @@ from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
 from hf_lohan.huggingface.models.recipe import model_class_of
 from hf_lohan.huggingface.offloaded_model import engine_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.report.run_data import STORE_FOLDER
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +55,10 @@ _PROCESSOR_PACKAGES = {"pillow": "pil", "torchvision": "torchvision"}
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
-class TrlModelsMixin(_TrainerBase):
-    """Mixed into a Trainer. Has no effect in trainers that are not TRL's."""
+class TrlModelsMixin(TrainerMixin):
+    """Has no effect in trainers that are not TRL's."""
 
-    _offload_config: OffloadConfig | None
     _stream_model: Callable[..., Any]
-    _ensure_engine: Callable[[], OffloadEngine | None]
-    _resume_point: Any
     _reference: Any = None
 
     @property

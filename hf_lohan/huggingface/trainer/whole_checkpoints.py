@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
@@ -13,41 +13,24 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from hf_lohan.checkpoint.whole_folder import unfinished_together
+from hf_lohan.compat.patches import replaced
 from hf_lohan.compat.transformers_private import uploads_without
-from hf_lohan.config import OffloadConfig
-from hf_lohan.ranks import Links
-from hf_lohan.record import RunRecord
+from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.report.run_data import FOLDER
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
-
 
 CARD_TAG = "hf_lohan"
 CARD_HEADING = "### Offloading"
 
 
-class CompleteCheckpointsMixin(_TrainerBase):
-    """Mixed into a Trainer. A checkpoint appears when it is complete, and only then old checkpoints are removed.
-    Upstream's `_save_checkpoint` writes to another folder, which is then renamed. The path of the best checkpoint, a
-    push to the Hub and the removal of old checkpoints need the final name, so they are repeated or delayed."""
+class CompleteCheckpointsMixin(TrainerMixin):
+    """A checkpoint appears when it is complete, and only then old checkpoints are removed. Upstream's
+    `_save_checkpoint` writes to another folder, which is then renamed. The path of the best checkpoint, a push to the
+    Hub and the removal of old checkpoints need the final name, so they are repeated or delayed."""
 
-    _offload_config: OffloadConfig | None
-    """The settings of the run. With None, everything works as in upstream."""
     _unfinished_run_dir: str | None = None
     _push_is_due = False
     last_whole_checkpoint: str | None = None
     """Path of the last checkpoint that was written."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def _links(self) -> Links: ...
-
-        @property
-        def _record(self) -> RunRecord | None: ...
 
     def _replace_jit_checkpoints(self) -> None:
         """Remove upstream's callback for `enable_jit_checkpoint`. At SIGTERM it could save in the middle of a step,
@@ -69,11 +52,8 @@ class CompleteCheckpointsMixin(_TrainerBase):
         self._push_is_due = False
         try:
             with unfinished_together(self._links, run_dir, name) as unfinished:
-                self._unfinished_run_dir = str(unfinished)
-                try:
+                with replaced(self, _unfinished_run_dir=str(unfinished)):
                     super()._save_checkpoint(model, trial)
-                finally:
-                    self._unfinished_run_dir = None
                 self._name_best_checkpoint(run_dir, unfinished / name)
         except BaseException:
             self.state.best_model_checkpoint = previous_best

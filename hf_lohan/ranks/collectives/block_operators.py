@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from hf_lohan.ranks.collectives import torch_codec
 from hf_lohan.ranks.collectives.torch_codec import HIGHEST_CODE
 
 logger = logging.getLogger(__name__)
+
+_Computation: TypeAlias = Callable[[], None]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
@@ -87,43 +90,29 @@ def _check(
             )
 
 
-# For fake tensors only the checks run.
+# Each function checks the arguments of an operator, and returns the computation. For fake tensors only the checks run.
 
 
-def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
+def _quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> _Computation:
     _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
+    return lambda: _kernels(values).quantize_(values.detach(), num_bits, block_numel, codes, scales)
 
 
-def _quantize_out(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
-    _check_quantize(values, num_bits, block_numel, codes=codes, scales=scales)
-    _kernels(values).quantize_(values.detach(), num_bits, block_numel, codes, scales)
-
-
-def _check_dequantize(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> None:
+def _dequantize(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> _Computation:
     _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
+    return lambda: _kernels(values).dequantize_(codes, scales, num_bits, block_numel, values)
 
 
-def _dequantize_out(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> None:
-    _check_dequantize(codes, scales, num_bits, block_numel, values=values)
-    _kernels(values).dequantize_(codes, scales, num_bits, block_numel, values)
-
-
-def _check_sum(
+def _sum(
     codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, *, values: Tensor
-) -> None:
+) -> _Computation:
     if values.dtype != torch.float32:
         raise ValueError(f"a sum is torch.float32, not {values.dtype}; pass a float32 tensor for it")
     _check(codes, scales, [values], values.numel(), num_bits, block_numel)
+    return lambda: _kernels(values).dequantize_sum_(codes, scales, num_bits, block_numel, factor, values)
 
 
-def _sum_out(
-    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, *, values: Tensor
-) -> None:
-    _check_sum(codes, scales, num_bits, block_numel, factor, values=values)
-    _kernels(values).dequantize_sum_(codes, scales, num_bits, block_numel, factor, values)
-
-
-def _check_sum_quantize(
+def _sum_quantize(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     num_bits: int,
@@ -134,55 +123,48 @@ def _check_sum_quantize(
     *,
     out_codes: Tensor,
     out_scales: Tensor,
-) -> None:
+) -> _Computation:
     if not codes:
         raise ValueError("got no tensors to sum; pass codes and scales of at least one rank")
     if out_block_numel in (None, block_numel):
         _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
-        return
-    if out_block_numel != 2 * block_numel:
+    elif out_block_numel != 2 * block_numel:
         raise ValueError(
             f"out_block_numel={out_block_numel} is not supported for blocks of {block_numel}; choose {block_numel} or "
             f"{2 * block_numel}"
         )
-    _check(codes, scales, [], numel, num_bits, block_numel)
-    _check([out_codes], [out_scales], [], numel, num_bits, out_block_numel)
-
-
-def _sum_quantize_out(
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    num_bits: int,
-    block_numel: int,
-    numel: int,
-    factor: float,
-    out_block_numel: int | None = None,
-    *,
-    out_codes: Tensor,
-    out_scales: Tensor,
-) -> None:
-    outs = {"out_codes": out_codes, "out_scales": out_scales}
-    _check_sum_quantize(codes, scales, num_bits, block_numel, numel, factor, out_block_numel, **outs)
+    else:
+        _check(codes, scales, [], numel, num_bits, block_numel)
+        _check([out_codes], [out_scales], [], numel, num_bits, out_block_numel)
     blocks = block_numel, out_block_numel or block_numel
-    _kernels(out_codes).dequantize_sum_quantize_(codes, scales, num_bits, *blocks, numel, factor, *outs.values())
+    return lambda: _kernels(out_codes).dequantize_sum_quantize_(
+        codes, scales, num_bits, *blocks, numel, factor, out_codes, out_scales
+    )
 
 
 _FORMAT = "int num_bits, int block_numel"
 _ALL = f"Tensor[] codes, Tensor[] scales, {_FORMAT}"
 _ONE = f"Tensor codes, Tensor scales, {_FORMAT}"
-_OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    f"quantize_blocks.out(Tensor values, {_FORMAT}, *, Tensor(a!) codes, Tensor(b!) scales) -> ()": (
-        _quantize_out,
-        _check_quantize,
-    ),
-    f"dequantize_blocks.out({_ONE}, *, Tensor(a!) values) -> ()": (_dequantize_out, _check_dequantize),
-    f"dequantize_sum.out({_ALL}, float factor, *, Tensor(a!) values) -> ()": (_sum_out, _check_sum),
+_OPERATORS: dict[str, Callable[..., _Computation]] = {
+    f"quantize_blocks.out(Tensor values, {_FORMAT}, *, Tensor(a!) codes, Tensor(b!) scales) -> ()": _quantize,
+    f"dequantize_blocks.out({_ONE}, *, Tensor(a!) values) -> ()": _dequantize,
+    f"dequantize_sum.out({_ALL}, float factor, *, Tensor(a!) values) -> ()": _sum,
     f"dequantize_sum_quantize.out({_ALL}, int numel, float factor, int? out_block_numel=None, *, "
-    "Tensor(a!) out_codes, Tensor(b!) out_scales) -> ()": (_sum_quantize_out, _check_sum_quantize),
+    "Tensor(a!) out_codes, Tensor(b!) out_scales) -> ()": _sum_quantize,
 }
+
+
+def _compute(prepare: Callable[..., _Computation], *arguments: Any, **outs: Tensor) -> None:
+    prepare(*arguments, **outs)()
+
+
+def _only_check(prepare: Callable[..., _Computation], *arguments: Any, **outs: Tensor) -> None:
+    prepare(*arguments, **outs)
+
+
 _library = torch.library.Library("lohan", "FRAGMENT")
-for _schema, (_compute, _check_only) in _OPERATORS.items():
+for _schema, _prepare in _OPERATORS.items():
     _library.define(_schema)
     _name = _schema.partition("(")[0]
-    _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lohan::{_name}", _check_only, lib=_library)
+    _library.impl(_name, partial(_compute, _prepare), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lohan::{_name}", partial(_only_check, _prepare), lib=_library)

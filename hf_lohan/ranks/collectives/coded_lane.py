@@ -29,6 +29,9 @@ class CodedTraffic:
         """Bytes before encoding."""
         self.sent_bytes = 0
         self._lock = threading.Lock()
+        self._is_measuring = True
+        self._squares = self._error_squares = 0.0
+        self._num_values = self._num_flushed = 0
 
     @property
     def key(self) -> str:
@@ -42,17 +45,18 @@ class CodedTraffic:
 
     def stop_measuring(self) -> None:
         """Stop measuring errors, because it costs a second pass over the values."""
+        self._is_measuring = False
 
     @property
     def relative_rms(self) -> float | None:
         """Root mean square of the errors divided by the root mean square of the values; None if nothing was
         measured."""
-        return None
+        return (self._error_squares / self._squares) ** 0.5 if self._squares else None
 
     @property
     def flushed_fraction(self) -> float | None:
         """Fraction of nonzero values that decode to zero; None if nothing was measured."""
-        return None
+        return self._num_flushed / self._num_values if self._num_values else None
 
 
 class MeasuredCodec(CodedTraffic):
@@ -65,9 +69,6 @@ class MeasuredCodec(CodedTraffic):
         super().__init__(name, hop)
         self.codec = codec
         self._same_as = same_as
-        self._is_measuring = True
-        self._squares = self._error_squares = 0.0
-        self._num_values = self._num_flushed = 0
 
     def encode(self, values: Tensor, out: Tensor) -> Tensor:
         """Encode ``values`` at the beginning of ``out``. Returns the payload."""
@@ -76,10 +77,6 @@ class MeasuredCodec(CodedTraffic):
         if self._is_measuring:
             self._measure(values, message)
         return message
-
-    def encode_into(self, values: Tensor, message: Tensor) -> None:
-        """Write the payload of ``values`` to ``message``, which has its size."""
-        self.encode(values, message)
 
     def encode_sum(self, parts: Sequence[CodedValues], num_ranks: int, out: Tensor) -> Tensor | None:
         """Do as `encode` with the sum of coded parts, in one operation. Returns None if no operation exists for the two
@@ -102,20 +99,13 @@ class MeasuredCodec(CodedTraffic):
         )
         return message
 
-    def stop_measuring(self) -> None:
-        self._is_measuring = False
-
     @property
     def relative_rms(self) -> float | None:
-        if self._same_as is not None:
-            return self._same_as.relative_rms
-        return (self._error_squares / self._squares) ** 0.5 if self._squares else None
+        return super().relative_rms if self._same_as is None else self._same_as.relative_rms
 
     @property
     def flushed_fraction(self) -> float | None:
-        if self._same_as is not None:
-            return self._same_as.flushed_fraction
-        return self._num_flushed / self._num_values if self._num_values else None
+        return super().flushed_fraction if self._same_as is None else self._same_as.flushed_fraction
 
     def _measure(self, values: Tensor, message: Tensor) -> None:
         squares = errors = 0.0

@@ -23,7 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -90,16 +91,24 @@ _Told = dict[int, _ToldPart]
 """The messages of ranks about one chunk, by rank."""
 
 
+class MeanPlace(Protocol):
+    """Memory for a chunk's average."""
+
+    @property
+    def values(self) -> Tensor:
+        """float32 [numel]. This may be the memory of this rank's gradient, as `sum_gradients_` allows."""
+
+
 @dataclass(frozen=True)
 class CompleteGradient:
-    """A chunk's average over all ranks, in the memory that `place` gave."""
+    """A chunk's average over all ranks."""
 
     step: int
     key: int
-    numel: int
-    """Number of elements of the gradient; 0 if no rank has one."""
     slice_bits: int
     """Bit mask of the parameters that have a gradient on any rank."""
+    place: MeanPlace | None
+    """Memory with the average; None if no rank has a gradient, or if the average is unwanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +132,8 @@ class _Step:
 
 
 class GradientExchange:
-    """One rank's side of the exchange. One thread calls `publish` and `exclude`. Another thread calls `end_backward`,
-    `abandon` and `wait_until_complete`."""
+    """One rank's side of the exchange. One thread calls `publish` and `exclude`. Another thread calls the methods that
+    end a step. Steps are counted from 0 on, and a number means the same step on all ranks."""
 
     def __init__(
         self,
@@ -134,7 +143,7 @@ class GradientExchange:
         *,
         completed: Callable[[CompleteGradient], object],
         release: Callable[[object], object],
-        place: Callable[[int, int], Tensor | None],
+        place: Callable[[int, int], MeanPlace | None],
         failed: Callable[[BaseException], object] = lambda error: None,
         coded: MeasuredCodec | None = None,
         rows: Mapping[int, TableRows] | None = None,
@@ -143,11 +152,11 @@ class GradientExchange:
     ) -> None:
         """All ranks make it together. `owners`: the owner of each chunk by its key, equal on all ranks. `region`:
         shared memory with all gradients that another rank of this node sums. The callbacks run on any thread and must
-        not wait. ``place`` gets the step and key of a chunk of this rank, and returns float32 memory [numel] for its
-        average, or None if it is unwanted. This may be the memory of this rank's gradient, as `sum_gradients_` allows.
-        `completed` gets a chunk of this rank that all ranks have published. `release` gets a published buffer that may
-        be used again. ``failed`` gets the error that ends the exchange. `coded`: the codec of sums between nodes.
-        ``rows``: see `NodeSums`. ``sums``: adds gradients in memory of devices. ``gaps_of``: see `DeviceSums.add`."""
+        not wait. ``place`` gets the step and key of a chunk of this rank, and returns memory for its average, or None
+        if it is unwanted. `completed` gets a chunk of this rank that all ranks have published. `release` gets a
+        published buffer that may be used again. ``failed`` gets the error that ends the exchange. `coded`: the codec of
+        sums between nodes. ``rows``: see `NodeSums`. ``sums``: adds gradients in memory of devices. ``gaps_of``: see
+        `DeviceSums.add`."""
         self.ranks = ranks = links.ranks
         self._links = links
         self._owner = Owner()
@@ -166,13 +175,15 @@ class GradientExchange:
         self._step = 0
         self._told: set[int] = set()
         """Keys that were published or excluded in this step."""
+        self._has_ended = False
+        """Whether this rank publishes nothing more in this step."""
+        self._num_complete = 0
+        """Number of this rank's complete chunks of this step."""
         self._news: list[_News] = []
         self._published: dict[_ChunkName, _Published] = {}
         """Gradients whose buffers are not released."""
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
-        self._num_complete: dict[int, int] = defaultdict(int)
-        """Number of this rank's complete chunks, by step."""
         self._open_steps: set[int] = set()
         """Steps of which this rank has published news, and that have not ended on all ranks."""
         self._error: BaseException | None = None
@@ -185,11 +196,6 @@ class GradientExchange:
         """Chunks that were complete in the last round. All ranks have read them when the next round has ended."""
         links.watch.on_waiting(self._wake)
         self._thread = start_thread(self._run, "lohan-gradient-rounds", beside_kernels=False)
-
-    @property
-    def step(self) -> int:
-        """Number of backwards that have ended or were abandoned. It is equal on all ranks at the same point."""
-        return self._step
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context in which the computing thread waits for buffers."""
@@ -230,54 +236,68 @@ class GradientExchange:
         if not is_wanted:
             self._release(buffer)
 
+    def has_told(self, key: int) -> bool:
+        """Return whether the other ranks know whether this rank has a gradient of a chunk in this step."""
+        return self._has_ended or key in self._told
+
     def exclude(self, keys: Collection[int]) -> None:
         """Tell other ranks before the end of the backward that this rank will have no gradient of these chunks in the
         step, so that other ranks soon get their buffers back. None of the chunks was published."""
         with self._lock:
-            assert self._told.isdisjoint(keys), "an excluded chunk was published"
-            self._told.update(keys)
-            self._tell("none", *keys)
+            if not self._has_ended:
+                assert self._told.isdisjoint(keys), "an excluded chunk was published"
+                self._told.update(keys)
+                self._tell("none", *keys)
 
-    def end_backward(self) -> int:
+    def end_backward(self) -> None:
         """Tell other ranks that this rank has no gradient of unpublished chunks. Other ranks then soon get their
-        buffers back. Returns without waiting, with the step for `wait_until_complete`. Later calls of `publish` belong
-        to the next step."""
-        return self._end("end")
+        buffers back. Returns without waiting."""
+        self._end("end")
 
     def abandon(self) -> None:
-        """Abandon a backward that ended with an error. All ranks drop the chunks that some rank has not published, and
-        get their buffers back by `release`. If a rank has failed, buffers come back immediately, because no rank
-        continues. Later calls of `publish` belong to the next step."""
-        self._abandoned.add(self._end("abandon"))
+        """Abandon the step. All ranks drop the chunks that some rank has not published, and get their buffers back by
+        `release`. If a rank has failed, buffers come back immediately, because no rank continues. If `end_backward` was
+        called before, only this rank drops the step."""
+        with self._lock:
+            self._abandoned.add(self._step)
+            self._end("abandon")
         if self._error is not None:
             self._release_all(list(self._published))
 
-    def _end(self, what: str) -> int:
+    def is_wanted(self, step: int) -> bool:
+        """Return False if this rank knows that the step was abandoned."""
+        return step not in self._abandoned
+
+    def begin_next(self) -> None:
+        """Begin the next step if this one has ended or was abandoned."""
         with self._lock:
-            self._tell(what)
-            self._step, self._told = self._step + 1, set()
-            return self._step - 1
+            if self._has_ended:
+                self._step, self._told, self._has_ended, self._num_complete = self._step + 1, set(), False, 0
+
+    def _end(self, what: str) -> None:
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._tell(what)
 
     def _tell(self, what: str, *details: int) -> None:
         self._open_steps.add(self._step)
         self._news.append([self._step, what, *details])
         self._changed.notify_all()
 
-    def wait_until_complete(self, step: int) -> bool:
-        """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was
-        abandoned. Raises the errors of `RankLane.run`."""
+    def wait_until_complete(self) -> bool:
+        """Wait until `completed` has been called for all chunks of this rank in the step, which has ended. Returns
+        False if the step was abandoned. Raises the errors of `RankLane.run`."""
 
         def is_over() -> bool:
-            return step in self._abandoned or self._num_complete[step] == self._num_own
+            return self._step in self._abandoned or self._num_complete == self._num_own
 
         with self.waiting(), self._lock:
             self._changed.wait_for(lambda: is_over() or self._error is not None)
             if not is_over():
                 assert self._error is not None
                 raise raised_anew(self._error)
-            for ended in [ended for ended in self._num_complete if ended <= step]:
-                del self._num_complete[ended]
-            return step not in self._abandoned
+            return self._step not in self._abandoned
 
     def close(self) -> None:
         """Take part in no more rounds. Waits a moment before for rounds of a step that has not ended. A rank that waits
@@ -422,48 +442,60 @@ class GradientExchange:
     # Sums.
 
     def _batches(self, complete: Mapping[_ChunkName, _Told]) -> Iterator[dict[_ChunkName, _Told]]:
-        """Yield batches of chunks that different ranks of a node collect. Devices exchange a batch at once."""
-        batch: dict[_ChunkName, _Told] = {}
-        local_owners: set[int] = set()
-        for name, parts in complete.items():
-            local_owner = self._owners[name[1]] % self.ranks.num_local
-            if local_owner in local_owners:
-                yield batch
-                batch, local_owners = {}, set()
-            batch[name] = parts
-            local_owners.add(local_owner)
-        if batch:
-            yield batch
+        """Yield batches of chunks with different owners, so that all links are busy. If devices add gradients, they
+        exchange a batch at once, and each rank of a node collects one of its chunks."""
+        by_devices = any(part.is_on_device for parts in complete.values() for part in parts.values())
+        num_owners = self.ranks.num_local if by_devices else self.ranks.num_ranks
+        of_owners: dict[int, list[_ChunkName]] = defaultdict(list)
+        for name in complete:
+            of_owners[self._owners[name[1]] % num_owners].append(name)
+        for names in zip_longest(*of_owners.values()):
+            yield {name: complete[name] for name in names if name is not None}
 
     def _add(self, batch: Mapping[_ChunkName, _Told]) -> None:
-        """Add the chunks that this rank collects."""
+        """Add the chunks that this rank collects. It owns at most one of them."""
         ranks = self.ranks
-        on_devices, own = {}, None
-        for (step, key), parts in batch.items():
-            here = {rank: part for rank, part in parts.items() if rank in ranks.on_this_node}
-            self._refuse_unequal(key, parts)
-            if any(part.is_on_device for part in here.values()):
-                on_devices[step, key] = here
-            if self._collectors[key] == ranks.rank:
-                own = step, key
-        out = None
-        if own is not None and self._owners[own[1]] == ranks.rank and batch[own]:
-            out = self._place(*own)
-        is_added = own in on_devices
+        collected = [name for name in batch if self._collectors[name[1]] == ranks.rank]
+        own = next((name for name in collected if self._owners[name[1]] == ranks.rank), None)
+        here: dict[_ChunkName, _Told] = {}
+        for name, parts in batch.items():
+            self._refuse_unequal(name[1], parts)
+            here[name] = {rank: part for rank, part in parts.items() if rank in ranks.on_this_node}
+        on_devices = {name: parts for name, parts in here.items() if any(part.is_on_device for part in parts.values())}
+        place = self._place(*own) if own is not None and batch[own] else None
         added = None
         if on_devices:
-            added = self._add_on_devices(on_devices, own if is_added else None, out if is_added else None)
-        if own is None:
-            return
-        values: list[Gradient | NodeSum] = [] if added is None else [added]
-        if not is_added:
-            values += [
-                self._values_of(own, rank, part) for rank, part in batch[own].items() if rank in ranks.on_this_node
-            ]
-        self._add_nodes(own, batch[own], values, out, is_added=is_added)
+            by_device = next((name for name in collected if name in on_devices), None)
+            added = self._add_on_devices(on_devices, by_device, place if by_device == own else None)
+        between = []
+        for name in collected:
+            owner, nodes = self._owners[name[1]], _by_node(batch[name], ranks.num_local)
+            numel = max((part.numel for part in batch[name].values()), default=0)
+            out = place.values if name == own and place is not None else None
+            if name == own and numel and out is None:
+                out = torch.empty(numel)  # other ranks may send their part of a sum that is unwanted here
+            is_added = name in on_devices
+            values: list[Gradient | NodeSum] = [added] if added is not None and is_added else []
+            if not is_added:
+                values += [self._values_of(name, rank, part) for rank, part in here[name].items()]
+            if set(nodes) - {ranks.of_rank(owner).node}:
+                between.append(ChunkOfNodes(name[1], owner, numel, nodes, values, out, is_added=is_added))
+            elif out is not None and not is_added:
+                sum_gradients_(out, [value for value in values if not isinstance(value, NodeSum)], ranks.num_ranks)
+        if between:
+            assert self._node_sums is not None
+            self._node_sums.add(between)
+        if own is not None:
+            bits = 0
+            for part in batch[own].values():
+                bits |= part.slice_bits
+            self._completed(CompleteGradient(*own, bits, place))
+            with self._lock:
+                self._num_complete += own[0] == self._step  # this rank may have abandoned the chunk's step
+                self._changed.notify_all()
 
     def _add_on_devices(
-        self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, out: Tensor | None
+        self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, place: MeanPlace | None
     ) -> NodeSum | None:
         """Have the devices of this node's ranks add their gradients of chunks."""
         assert self._device_sums is not None
@@ -483,39 +515,8 @@ class GradientExchange:
                     sends.append((collector, self._published[name].values))
         is_owner = own is not None and self._owners[own[1]] == ranks.rank
         gaps = self._gaps_of(own[1]) if own is not None else ()
+        out = place.values if place is not None else None
         return self._device_sums.add(sends, receives, is_owner=is_owner, place=out, gaps=gaps)
-
-    def _add_nodes(
-        self,
-        name: _ChunkName,
-        parts: _Told,
-        values: list[Gradient | NodeSum],
-        out: Tensor | None,
-        *,
-        is_added: bool,
-    ) -> None:
-        """Add the gradients of this node, and the sums of all nodes if others have gradients."""
-        ranks, (step, key) = self.ranks, name
-        owner, numel = self._owners[key], max((part.numel for part in parts.values()), default=0)
-        is_owner, of_nodes = owner == ranks.rank, _by_node(parts, ranks.num_local)
-        if is_owner and numel and out is None:
-            out = torch.empty(numel)  # other ranks may send their part of a sum that is unwanted here
-        if set(of_nodes) - {ranks.of_rank(owner).node}:
-            assert self._node_sums is not None
-            chunk = ChunkOfNodes(
-                key=key, owner=owner, numel=numel, nodes=of_nodes, values=values, out=out, is_added=is_added
-            )
-            self._node_sums.add(chunk)
-        elif out is not None and not is_added:
-            sum_gradients_(out, [value for value in values if not isinstance(value, NodeSum)], ranks.num_ranks)
-        if is_owner:
-            bits = 0
-            for part in parts.values():
-                bits |= part.slice_bits
-            self._completed(CompleteGradient(step, key, numel, bits))
-            with self._lock:
-                self._num_complete[step] += 1
-                self._changed.notify_all()
 
     def _values_of(self, name: _ChunkName, rank: int, part: _ToldPart) -> Gradient:
         if rank == self.ranks.rank:

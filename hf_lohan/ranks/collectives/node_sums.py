@@ -1,8 +1,9 @@
 """Adds the sums of a chunk's gradient of several nodes, at the rank that owns the chunk.
 
 On each node one rank, the chunk's collector, has the node's sum. The collectors exchange it piece by piece. The owner
-has a piece of all nodes when it adds them in their order. Two pieces are in transit at once. A piece may be quantized.
-If only rows of a table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
+has a piece of all nodes when it adds them in their order. Pieces of chunks with different owners go in one exchange, so
+links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If only rows of a
+table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ class TableRows:
 _BITS = {4: torch.int32, 2: torch.int16}
 """For each size of a value, the integer dtype in which its bits are compared to 0, because -0.0 must be sent."""
 _NUM_UNDER_WAY = 2
-"""Number of pieces in transit at once."""
+"""Number of exchanges in transit at once."""
 _ALIGNMENT = 8
 _WHAT = "the sums of other nodes"
 
@@ -97,7 +99,7 @@ class PartsOfNode:
         return self.dtype if self.num_parts == 1 else torch.float32
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class ChunkOfNodes:
     """A chunk with gradients of several nodes, or of one node that is not the owner's."""
 
@@ -115,8 +117,14 @@ class ChunkOfNodes:
     """Whether ``out`` has the sum of this node already."""
 
 
-_Piece = tuple[int, int, int]
-"""(start, stop, slot) of the elements [start, stop). Each piece in transit has another slot."""
+class _Piece(NamedTuple):
+    """Elements of a chunk."""
+
+    chunk: ChunkOfNodes
+    start: int
+    stop: int
+    slot: int
+    """Which of the exchanges in transit has the piece."""
 
 
 class NodeSums:
@@ -138,39 +146,54 @@ class NodeSums:
         """See `RankLane.close`."""
         self._lane.close()
 
-    def add(self, chunk: ChunkOfNodes) -> None:
-        """Set ``out`` of the owner to the sum over all nodes. The chunk's collectors on all nodes call this, for the
-        same chunks in the same order. Raises the errors of `RankLane.run`."""
-        begin = self._receive if self._ranks.rank == chunk.owner else self._send
+    def add(self, chunks: Sequence[ChunkOfNodes]) -> None:
+        """Set ``out`` of the owners, which differ, to the sums over all nodes. The chunks' collectors on all nodes call
+        this, for the same chunks in the same order. Raises the errors of `RankLane.run`."""
         under_way: deque[Callable[[], None]] = deque()
-        for number, start in enumerate(range(0, chunk.numel, SUM_PIECE_NUMEL)):
+        in_order = sorted(chunks, key=lambda chunk: chunk.owner)
+        for number, start in enumerate(range(0, max(chunk.numel for chunk in chunks), SUM_PIECE_NUMEL)):
             if len(under_way) == _NUM_UNDER_WAY:
                 under_way.popleft()()
-            stop = min(start + SUM_PIECE_NUMEL, chunk.numel)
-            under_way.append(begin(chunk, (start, stop, number % _NUM_UNDER_WAY)))
+            slot, stop = number % _NUM_UNDER_WAY, start + SUM_PIECE_NUMEL
+            under_way.append(
+                self._begin([_Piece(of, start, min(stop, of.numel), slot) for of in in_order if start < of.numel])
+            )
         while under_way:
             under_way.popleft()()
 
-    # The owner.
-
-    def _receive(self, chunk: ChunkOfNodes, piece: _Piece) -> Callable[[], None]:
-        """Begin to receive a piece from all nodes. Returns a function that waits for the piece and adds it."""
-        start, stop, slot = piece
-        sizes = self._sizes(chunk, piece, 0)
-        sizes[self._ranks.node] = 0
-        received = self._take_memory("received", slot, sum(sizes))
-        begun = self._lane.begin_exchange(received[:0], [0] * len(sizes), received, sizes, _WHAT)
+    def _begin(self, pieces: Sequence[_Piece]) -> Callable[[], None]:
+        """Begin to send pieces to their owners, and to receive that of this rank's chunk from all nodes. Returns a
+        function that waits for the end and adds what has come."""
+        send_sizes, sizes = [0] * self._ranks.num_nodes, [0] * self._ranks.num_nodes
+        payloads, own = [], None
+        for piece in pieces:
+            node, payload = self._ranks.of_rank(piece.chunk.owner).node, torch.empty(0, dtype=torch.uint8)
+            if piece.chunk.values and node != self._ranks.node:
+                payload = bytes_of(self._payload_of(piece))
+            of_nodes = self._sizes(piece, payload.numel())
+            if node == self._ranks.node:
+                own, sizes = piece, of_nodes
+                sizes[node] = 0
+            else:
+                payloads.append(payload)
+                send_sizes[node] = payload.numel()
+        received = self._take_memory("received", pieces[0].slot, sum(sizes))
+        sent = payloads[0] if len(payloads) == 1 else torch.cat([received[:0], *payloads])
+        begun = self._lane.begin_exchange(sent, send_sizes, received, sizes, _WHAT)
 
         def finish() -> None:
             self._lane.finish(begun)
-            assert chunk.out is not None
-            of_nodes = dict(enumerate(received.split(sizes)))
-            own = [part_of_gradient(value, start, stop) for value in chunk.values]
-            self._add_in_order(
-                chunk, chunk.out[start:stop], own, lambda node: self._decoded(chunk, of_nodes[node], piece, node)
-            )
+            if own is not None:
+                self._add_piece(own, received.split(sizes))
 
         return finish
+
+    def _add_piece(self, piece: _Piece, of_nodes: Sequence[Tensor]) -> None:
+        """Set a piece of this rank's chunk to the sum of what all nodes have sent."""
+        assert piece.chunk.out is not None
+        own = [part_of_gradient(value, piece.start, piece.stop) for value in piece.chunk.values]
+        goal = piece.chunk.out[piece.start : piece.stop]
+        self._add_in_order(piece.chunk, goal, own, lambda node: self._decoded(of_nodes[node], piece, node))
 
     def _add_in_order(
         self, chunk: ChunkOfNodes, goal: Tensor, own: Sequence[Gradient], decoded: Callable[[int], Tensor]
@@ -191,8 +214,8 @@ class NodeSums:
         for node in nodes:
             goal.add_(own_sum if node == here else decoded(node))
 
-    def _decoded(self, chunk: ChunkOfNodes, message: Tensor, piece: _Piece, node: int) -> Tensor:
-        start, stop, _ = piece
+    def _decoded(self, message: Tensor, piece: _Piece, node: int) -> Tensor:
+        chunk, start, stop, _ = piece
         parts = chunk.nodes[node]
         if message.storage_offset() % _ALIGNMENT:  # messages of earlier nodes may have any size
             message = message.clone()
@@ -206,43 +229,31 @@ class NodeSums:
         values = values.to(torch.float32)
         return values.mul_(1.0 / self._ranks.num_ranks) if parts.num_parts == 1 else values
 
-    # Other collectors.
-
-    def _send(self, chunk: ChunkOfNodes, piece: _Piece) -> Callable[[], None]:
-        """Begin to send a piece to the owner. Returns a function that waits for the end."""
-        payload = torch.empty(0, dtype=torch.uint8)
-        if chunk.values:
-            payload = bytes_of(self._payload_of(chunk, piece))
-        self._sizes(chunk, piece, payload.numel())  # rows have sizes that the owner must know
-        sizes = [payload.numel() * (rank == chunk.owner) for rank in self._lane.members]
-        begun = self._lane.begin_exchange(payload, sizes, payload[:0], [0] * len(sizes), _WHAT)
-        return lambda: self._lane.finish(begun)
-
-    def _payload_of(self, chunk: ChunkOfNodes, piece: _Piece) -> Tensor:
-        start, stop, slot = piece
+    def _payload_of(self, piece: _Piece) -> Tensor:
+        chunk, start, stop, _ = piece
         parts = [part_of_gradient(value, start, stop) for value in chunk.values]
         rows, coded = self._rows.get(chunk.key), self._coded
         if rows is not None or coded is None:
-            values = self._sum_of(parts, slot)
+            values = self._sum_of(piece, parts)
             return values if rows is None else rows.pack_rows(values, start)
-        message = self._take_memory("coded", slot, coded.codec.message_bytes(stop - start))
+        message = self._take_memory(f"coded for {chunk.owner}", piece.slot, coded.codec.message_bytes(stop - start))
         payload, of_ranks = None, [part for part in parts if isinstance(part, CodedValues)]
         if len(of_ranks) == len(parts) > 1:
             payload = coded.encode_sum(of_ranks, self._ranks.num_ranks, message)
         if payload is None:
-            payload = coded.encode(self._sum_of(parts, slot), message)
+            payload = coded.encode(self._sum_of(piece, parts), message)
         coded.count((stop - start) * chunk.nodes[self._ranks.node].sent_dtype.itemsize, payload.nbytes)
         return payload
 
-    def _sum_of(self, parts: Sequence[Gradient], slot: int) -> Tensor:
+    def _sum_of(self, piece: _Piece, parts: Sequence[Gradient]) -> Tensor:
         if len(parts) > 1:
-            total = self._take_memory("sum", slot, 4 * numel_of(parts[0])).view(torch.float32)
-            return sum_gradients_(total, parts, self._ranks.num_ranks)
+            total = self._take_memory(f"sum for {piece.chunk.owner}", piece.slot, 4 * numel_of(parts[0]))
+            return sum_gradients_(total.view(torch.float32), parts, self._ranks.num_ranks)
         return parts[0] if isinstance(parts[0], Tensor) else parts[0].decoded()
 
-    def _sizes(self, chunk: ChunkOfNodes, piece: _Piece, own: int) -> list[int]:
+    def _sizes(self, piece: _Piece, own: int) -> list[int]:
         """Return the bytes of a piece, by node. Nodes tell each other only sizes of rows; ``own`` is this node's."""
-        start, stop, _ = piece
+        chunk, start, stop, _ = piece
         if chunk.key in self._rows:
             return [int.from_bytes(told, "little") for told in self._lane.agree(_WHAT, own.to_bytes(8, "little"))]
         sizes = [0] * self._ranks.num_nodes

@@ -182,23 +182,6 @@ class Links:
 
     # Waits and failures.
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a rank may do nothing while this rank waits for it."""
-        return self.watch.timeout_s
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self.watch.timeout_s = timeout_s
-
-    def send_heartbeat(self) -> None:
-        """Tell the other ranks, which may wait for this rank, that it is working. Call this before a long operation."""
-        self.watch.beat()
-
-    def raise_cause(self, what: str) -> None:
-        """Wait a moment, and raise RankFailedError if another rank is the cause of a failure. Call this if an operation
-        that depends on other ranks has failed on this rank."""
-        self.watch.find_cause(what)
-
     def raise_if_failed(self, what: str) -> None:
         """Raise RankFailedError if another rank has failed, or this rank's own exception if this rank has failed.
         ``what`` completes "while rank 0 ..."."""

@@ -63,6 +63,7 @@ class Watch:
         the rank has ended, by default those of the other processes of this node. The watch closes them."""
         self.ranks = ranks
         self.timeout_s = timeout_s
+        """Seconds that a rank may do nothing while this rank waits for it."""
         self._failure = failure
         self._store = store
         self._exits = dict(exits) if exits is not None else None

@@ -19,7 +19,6 @@ from resharded_stores import (
     contents,
     contents_of_rank,
     find,
-    form_of,
     in_child,
     newest_folder,
     remove_newest,
@@ -112,7 +111,7 @@ def test_a_copy_keeps_the_checksums_of_its_source(run: Path, monkeypatch: pytest
         return checksums
 
     monkeypatch.setattr("hf_lohan.annexes.resharding.reshard.checksums_of", damaging)
-    reshard([[str(store)]], 2, form_of=form_of)
+    reshard([[str(store)]], 2)
     with pytest.raises(CorruptionError):
         contents(store, 2)
 
@@ -120,7 +119,7 @@ def test_a_copy_keeps_the_checksums_of_its_source(run: Path, monkeypatch: pytest
 def killed(way: str, num_ranks: int, store: Path) -> Callable[[], object]:
     """Return a reshard in this way, for a child that is killed in it."""
     if way in BY_COMMAND:
-        return lambda: reshard([[str(store)]], num_ranks, form_of=form_of, removes_old=BY_COMMAND[way])
+        return lambda: reshard([[str(store)]], num_ranks, removes_old=BY_COMMAND[way])
     return lambda: reshard_to(num_ranks, lambda rank: [store])
 
 
@@ -133,7 +132,7 @@ def test_a_killed_reshard_leaves_one_state(way: str, num_ranks: int, num_kills: 
     if num_ranks == 2:  # the source is a store without rank folders or a generation
         old_ranks, old = 1, contents(run / STORE, 1)
     else:
-        reshard([[str(run / STORE)]], 3, form_of=form_of, removes_old=True)
+        reshard([[str(run / STORE)]], 3, removes_old=True)
         old_ranks, old = 3, contents(run / STORE, 3)
     expected = resharded(run, tmp_path / "by-hand", num_ranks)
     counted = Path(shutil.copytree(run, tmp_path / "counted")) / STORE
@@ -164,7 +163,7 @@ def test_a_reshard_without_a_step_is_undone_by_the_command(removes_old: bool, ru
     store = run / STORE
     before = contents(store, 1)
     reshard_to(2, lambda rank: [store])
-    reshard([[str(store)]], 1, form_of=form_of, removes_old=removes_old)
+    reshard([[str(store)]], 1, removes_old=removes_old)
     assert find(Links.alone(), [store])[0].state == "own"
     assert contents(store, 1) == before and (store / "rank-0-of-2.g1").is_dir() != removes_old
     assert train(run, 4, resume=True) == straight
@@ -178,7 +177,7 @@ def test_the_end_of_one_rank_ends_all_and_keeps_the_old_stores(run: Path) -> Non
         found, _ = find(links, [store])
         if links.ranks.rank == 1:
             raise OSError("the second machine lost its power")
-        reshard_together(found, links, form_of, None)
+        reshard_together(found, links, None)
 
     first, second = rank_outcomes(2, on_rank)
     assert isinstance(second.error, OSError) and isinstance(first.error, RankFailedError)
@@ -267,7 +266,7 @@ def test_a_streamed_model_replaces_what_a_killed_reshard_has_left(streamed: Stre
     """A copy with a commit, of which another rank had none."""
     path, straight = streamed
     store = tmp_path / "run" / STORE
-    reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
+    reshard([[str(store)]], 2, removes_old=True)
     reshard_to(3, lambda rank: [store])
     reshard_to(1, lambda rank: [store])
     copy = store / "rank-0-of-1.g3"
@@ -290,7 +289,7 @@ def test_stores_that_another_process_reshards_meanwhile_are_not_continued(
         def called(*args: Any, **kwargs: Any) -> Any:
             if len([*store.glob("rank-*")]) < 4:
                 copy = shutil.copytree(tmp_path / "run", tmp_path / f"copy-of-{name}")  # the store may be locked
-                reshard([[str(copy / STORE)]], 2, form_of=form_of)
+                reshard([[str(copy / STORE)]], 2)
                 for folder in (copy / STORE).glob("rank-*"):
                     shutil.copytree(folder, store / folder.name, dirs_exist_ok=True)
             return function(*args, **kwargs)
@@ -357,7 +356,7 @@ def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
     run = tmp_path / "run"
     straight = train(tmp_path / "straight", 4, **settings)
     train(run, 3, **settings)
-    reshard([[str(run / STORE)]], 2, form_of=form_of, removes_old=True)
+    reshard([[str(run / STORE)]], 2, removes_old=True)
     left = content_at(newest_folder(run / STORE, 0, 2))[0]
     remove_newest(run / STORE, 1, 2)
     with pytest.raises(
@@ -431,41 +430,12 @@ def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> Non
     decided = json.dumps({CHUNK_TOKENS: 16, RUN_ID: commit.facts[RUN_ID]})
     (store / "chunk_tokens.json").write_text(decided)
     if by_command:
-        reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
+        reshard([[str(store)]], 2, removes_old=True)
     else:
         reshard_to(2, lambda rank: [store])
     assert [(newest_folder(store, rank, 2) / "chunk_tokens.json").read_text() for rank in range(2)] == [decided] * 2
     reshard_to(1, lambda rank: [store])
     assert (store / "rank-0-of-1.g2" / "chunk_tokens.json").read_text() == decided
-
-
-@pytest.mark.slow
-def test_a_launch_continues_with_another_number_of_ranks(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A machine that joins a launch has not counted its attempts."""
-    straight = train(tmp_path / "straight", 4)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
-    shutil.rmtree(run)
-    train(run, 3)
-    reshard_of_launch(run, 2)
-    copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
-    assert train(run, 4) == straight
-    assert "step 3 was committed by 2 ranks, and its stores are resharded for 1 rank" in caplog.text
-
-    caplog.clear()
-    shutil.rmtree(run / STORE)
-    copy.rename(run / STORE)
-    remove_newest(run / STORE, 1, 2)
-    remove_store([str(run / STORE)])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for is_again in (False, True):
-        if is_again:  # an attempt that was killed before its first commit leaves this
-            remove_store([str(run / STORE / "rank-0-of-1.g2")])
-        shutil.rmtree(run / "checkpoint-4")  # the attempt that is lost did not come so far
-        assert train(run, 4) == straight
-        assert "The run continues from " in caplog.text and "checkpoint-2, which costs 1 step" in caplog.text
-        caplog.clear()
 
 
 def reshard_of_launch(run: Path, num_ranks: int) -> None:
@@ -475,6 +445,6 @@ def reshard_of_launch(run: Path, num_ranks: int) -> None:
     def on_rank(links: Links) -> None:
         found, _ = find(links, [run / STORE], launch_id())
         assert found.is_of_launch
-        reshard_together(found, links, form_of, launch_id())
+        reshard_together(found, links, launch_id())
 
     run_ranks(num_ranks, on_rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resharded_stores import STORE, form_of
+from resharded_stores import STORE
 
 from hf_lohan.annexes.resharding import reshard as resharding
 from hf_lohan.device import num_gpus
@@ -122,7 +122,7 @@ def test_a_streamed_model_resumes_beside_new_stores_of_a_balance_that_was_ended(
     monkeypatch.setattr(resharding, "copy_records", fails_at(1, resharding.copy_records))
     monkeypatch.setattr(resharding, "remove_folder", lambda folder: None)
     with pytest.raises(KeyboardInterrupt):
-        resharding.reshard([[str(tmp_path / "run" / STORE)]], 2, form_of=form_of, balances=True)
+        resharding.reshard([[str(tmp_path / "run" / STORE)]], 2, balances=True)
     assert [*(tmp_path / "run" / STORE).glob("rank-*")]
     lohan(tmp_path, *two, "run", -1, "last_step", "model")
     assert len(outcome(tmp_path / "run")[0]) == 6

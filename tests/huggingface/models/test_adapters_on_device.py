@@ -127,6 +127,7 @@ def test_training_equals_the_stock_trainer(
     engine_of(ours).close()
 
 
+@pytest.mark.covering(0)
 @DTYPES
 def test_adapters_are_saved_reloaded_and_resumed(
     dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]
@@ -147,6 +148,7 @@ def test_adapters_are_saved_reloaded_and_resumed(
             assert torch.equal(loaded.eval()(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
 
 
+@pytest.mark.covering(0)
 @DTYPES
 def test_adapters_are_exported(dtype: torch.dtype, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -161,6 +163,7 @@ def test_adapters_are_exported(dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
+@pytest.mark.covering(0)
 @DTYPES
 def test_a_step_writes_only_adapters_and_reads_a_layer_twice(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

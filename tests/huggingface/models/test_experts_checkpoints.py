@@ -11,6 +11,7 @@ import torch
 from covering import slow_but
 from equal_tensors import tensors_in
 from safetensors.torch import load_file
+from stored_weights import assert_stored
 from tiny_experts import FAMILIES, FUSED_IN_FILES, HIDDEN, INNER, NUM_EXPERTS, tiny_experts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -46,15 +47,6 @@ def rows_taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int
     return taken
 
 
-def assert_stored(engine: OffloadEngine | None, stock: Any) -> None:
-    expected = dict(stock.named_parameters())
-    assert expected.keys() == engine.parameters.parts.keys()
-    for name, weight in expected.items():
-        found = engine.parameters.read_parameter(name)
-        assert found.dtype == weight.dtype, name
-        assert torch.equal(found, weight), name
-
-
 def assert_same_files(ours: Path, stock: Path) -> None:
     found, expected = tensors_in(ours), tensors_in(stock)
     assert found.keys() == expected.keys()
@@ -86,7 +78,7 @@ def test_experts_are_loaded_and_saved_as_by_transformers(
     assert is_fused == (family in FUSED_IN_FILES)
     model = load_streamed(path, settings={"cpu_memory": "16MiB", "gpu_memory": "16MiB", "experts": experts})
     stock = AutoModelForCausalLM.from_pretrained(path)
-    assert_stored(engine_of(model), stock)
+    assert_stored(model, stock)
     blocks = {len(parts) for parts in engine_of(model).parameters.parts.values()}  # type: ignore[union-attr]
     assert blocks == ({1, NUM_EXPERTS} if experts == "streamed" else {1})
     fused = {name for name, p in stock.named_parameters() if p.dim() == 3 and p.shape[0] == NUM_EXPERTS}
@@ -139,7 +131,7 @@ def test_reloading_writes_experts_one_by_one(
     model = tiny_experts(family)
     engine = offload(model, cpu_memory="16MiB", gpu_memory="16MiB")
     reload_weights(engine, model, tmp_path / "other")
-    assert_stored(engine, AutoModelForCausalLM.from_pretrained(tmp_path / "other"))
+    assert_stored(model, AutoModelForCausalLM.from_pretrained(tmp_path / "other"))
     assert rows_taken
 
 
@@ -148,7 +140,7 @@ def test_a_cast_by_rows_equals_a_cast_of_the_whole(family: str, load_streamed: L
     tiny_experts(family).save_pretrained(tmp_path / "checkpoint")
     settings = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
     model = load_streamed(tmp_path / "checkpoint", dtype=torch.bfloat16, settings=settings)
-    assert_stored(engine_of(model), AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="bfloat16"))
+    assert_stored(model, AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="bfloat16"))
 
 
 def test_another_number_of_experts_is_refused_as_by_stock(load_streamed: Load, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.ranks import Links
-from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 from hf_lohan.testing.thread_ranks import rank_outcomes
 
@@ -59,20 +58,10 @@ def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def offloaded_trainer(folder: Path, **settings: Any) -> hf_lohan.Trainer:
-    offload = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
-    return hf_lohan.Trainer(adapted(), arguments(folder, **settings), train_dataset=rows(), offload=offload)
-
-
 def engine_of(trainer: hf_lohan.Trainer) -> OffloadEngine:
     engine = trainer.offload_engine
     assert engine is not None
     return engine
-
-
-def weights_of(trainer: hf_lohan.Trainer) -> dict[str, Tensor]:
-    access = engine_of(trainer).parameters
-    return {name: access.read_parameter(name) for name, _ in trainer.model.named_parameters()}
 
 
 @pytest.fixture
@@ -80,39 +69,6 @@ def stock(tmp_path: Path) -> StockTrainer:
     trainer = StockTrainer(adapted(), arguments(tmp_path / "stock"), train_dataset=rows())
     trainer.train()
     return trainer
-
-
-def test_only_adapters_have_states(tmp_path: Path) -> None:
-    trainer = offloaded_trainer(tmp_path)
-    trainer.train()
-    engine = engine_of(trainer)
-    trainable_numel = sum(part.numel for part in engine.parameter_slices if part.trainable)
-    state_numel = sum(spec.numel for spec in engine.layout.records if spec.kind == "exp_avg")
-    assert all(("lora_" in part.name) == part.trainable for part in engine.parameter_slices)
-    num_trained_blocks = sum(block.state_numel > 0 for block in engine.layout.blocks)
-    # Rounded up to a granule per block, because frozen and trained weights share no granule.
-    assert trainable_numel <= state_numel < trainable_numel + num_trained_blocks * GRANULE_NUMEL
-    assert set(engine.step_counts.values()) == {0, MAX_STEPS}
-    engine.close()
-
-
-@pytest.mark.parametrize("save", ["save_pretrained", "save_model"])
-def test_adapters_are_saved_as_by_peft(save: str, stock: StockTrainer, tmp_path: Path) -> None:
-    ours = offloaded_trainer(tmp_path / "ours")
-    ours.train()
-    stock.model.save_pretrained(tmp_path / "stock_adapters")
-    if save == "save_pretrained":
-        ours.model.save_pretrained(tmp_path / "adapters")
-    else:
-        ours.save_model(str(tmp_path / "adapters"))
-    engine_of(ours).close()
-    expected, found = (
-        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("stock_adapters", "adapters")
-    )
-    assert_same_tensors(found, expected)
-    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapters").eval()
-    with torch.no_grad():
-        assert torch.equal(loaded(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
 
 
 def loss_of(model: Any, part: str = "", seed: int = 0) -> Tensor:

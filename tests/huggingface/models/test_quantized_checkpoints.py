@@ -13,6 +13,7 @@ import transformers
 from equal_tensors import tensors_in
 from packaging.version import Version
 from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder, write_files, write_quantized
+from stored_weights import assert_stored, stored
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,20 +32,6 @@ from hf_lohan.testing.models import tiny_model
 
 Load = Callable[..., Any]
 SMALL = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
-
-
-def stored(model: Any) -> dict[str, Tensor]:
-    engine = engine_of(model)
-    assert engine is not None
-    return {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
-
-
-def assert_stored(model: Any, stock: Any) -> None:
-    expected, found = dict(stock.named_parameters()), stored(model)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert found[name].dtype == weight.dtype, name
-        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -357,7 +344,7 @@ def test_weights_under_names_that_the_model_does_not_know_are_refused(load_strea
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     renamed = {name.replace(".1.mlp.up_proj", ".1.mlp.w3"): tensor for name, tensor in tensors_in(path).items()}
     write_files(path, renamed)
-    with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight .*but has .*w3"):
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight .*but has .*w3"):
         load_streamed(path)
 
 

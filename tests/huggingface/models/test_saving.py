@@ -43,18 +43,6 @@ def test_saved_tensors_equal_those_from_memory(family: str, shard_size: str, off
         assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_folder_is_loaded_by_transformers(family: str, offload: Offload, tmp_path: Path) -> None:
-    model = tiny_model(family)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    offload(model)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.float32
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
-
-
 @pytest.mark.parametrize("save_dtype", ["auto", "float32"])
 def test_weights_loaded_in_float32_are_saved_as_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
     """Stock with autocast saves float32, too. Experts are saved apart, so masters are also read by rows."""

@@ -41,7 +41,7 @@ class TaskGraph:
         self.lanes: list[str] = []
         self.seconds: list[float] = []
         self.names: list[str] = []
-        """Name of each task. It tells what a task that waits for this task waits for."""
+        """Name of each task. If another task waits for it, the wait has this name."""
         self.steps: list[int] = []
         """The step of each task."""
         self.step = 0

@@ -1,0 +1,25 @@
+"""Replaces attributes of other libraries' modules, classes and objects for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """In this context, attributes of ``owner`` have these values."""
+    before = {name: vars(owner).get(name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:  # it has the attribute of its class, or none
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
