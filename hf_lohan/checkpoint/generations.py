@@ -165,7 +165,7 @@ class StoreSet:
         """Return a clause with the number of ranks, the step and the names of the files."""
         first = next(iter(self.stores.values()))
         files = files_of(shared_directory(first.directories[0]), self.num_ranks, self.generation)
-        return f"those of {times(self.num_ranks, 'rank')} have step {self.newest.step} and are {files}"
+        return f"the stores of {times(self.num_ranks, 'rank')} have step {self.newest.step} and are {files}"
 
 
 @dataclass(frozen=True)

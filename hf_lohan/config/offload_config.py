@@ -457,7 +457,7 @@ def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:
         return content
     if len(content) > 1:
         others = ", ".join(repr(key) for key in content if key != ALL_AUTO)
-        raise ConfigError(f"{where}{others} beside the key {ALL_AUTO!r}; put all settings under {ALL_AUTO!r}, or none")
+        raise ConfigError(f"{where}{others} outside the key {ALL_AUTO!r}; put all settings under {ALL_AUTO!r}, or none")
     inner = content[ALL_AUTO]
     return _unnest({} if inner is None else inner, where=where)
 

@@ -84,15 +84,6 @@ def test_a_disk_full_from_a_random_write_call(
         check_free_space_error(child.error, disk)
 
 
-def test_a_store_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with small_file_system(tmp_path, 4 * MIB) as disk:
-        child = Child(on(disk, tmp_path, Run(num_layers=16)))
-        assert child.end() == FAILED, child.output_tail()
-        check_free_space_error(child.error, disk)
-        assert not child.num_reports("stepped")
-        assert not list(disk.glob("**/*.bin")), "the refused store left files"
-
-
 @pytest.mark.parametrize(
     "save",
     [

@@ -82,13 +82,7 @@ def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturb
     check_against(run, undisturbed)
 
 
-def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Muon's states differ in kind from those of the blocks that use AdamW."""
-    run = run_in(tmp_path, Run(optimizer="Muon", num_steps=6))
-    kill_after(run, num_steps=3)
-    check_against(run, undisturbed)
-
-
+@pytest.mark.slow
 def test_killed_with_streamed_experts(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Some updates wait for the next forward."""
     run = run_in(tmp_path, Run(family="mixtral", num_steps=6, parked=0.4))

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hf_lohan import Accelerator, LohanPlugin, engine_of
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model, tiny_rows
 
 NUM_BATCHES = 8
@@ -223,24 +222,6 @@ def test_frozen_weights_in_the_optimizer_are_logged(
     prepared(model)
     message = next(record.message for record in caplog.records if "stay frozen in this run" in record.message)
     assert "has 9 frozen parameters (such as model.layers.0." in message and "freeze them afterwards" in message
-
-
-def test_the_callers_scheduler_controls_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:
-    ours = prepared(tiny_model("llama").train())
-    inner = ours.optimizer.optimizer
-    assert isinstance(inner, OffloadAdamW)
-    assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
-    ours.run(max_norm=0.0, stop=3)
-    assert inner.param_groups[0]["lr"] == 2e-3 / 4
-
-
-def test_a_saved_model_is_an_ordinary_one(prepared: Callable[..., Prepared], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    ours = prepared(tiny_model("qwen3_moe").train())
-    ours.run(max_norm=0.0, stop=2)
-    ours.accelerator.save_model(ours.model, tmp_path / "saved")
-    assert_same(ours.weights(), AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

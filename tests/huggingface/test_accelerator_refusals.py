@@ -164,6 +164,8 @@ def test_arguments_that_are_not_done_are_refused(accelerator: Accelerator, tmp_p
     for norm_type in (1, "inf"):
         with pytest.raises(ValueError, match=r"norm_type=.* is not supported"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clip_grad_value_ is not supported under offload; use clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 0.5)
     accelerator.backward(loss)
     optimizer.step()
     stock = torch.optim.AdamW(tiny_model("llama").parameters())

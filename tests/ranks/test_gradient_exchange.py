@@ -175,6 +175,33 @@ def test_an_abandoned_backward_releases_all_buffers_and_the_next_one_is_complete
                     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_step_that_is_abandoned_again_leaves_the_next_one_whole(ends_first: bool) -> None:
+    """An interrupt may end the call that drops a step, which is then called again."""
+    backwards = Backwards(2, 2, seed=7, share_without=0.0)
+
+    def run(links: Links) -> OwnersSums:
+        rank = RankOfExchange(links, backwards)
+        first, *_ = backwards.order(0, links.ranks.rank)
+        rank.publish(0, first)
+        if ends_first:
+            rank.exchange.end_backward()
+        rank.exchange.abandon()
+        rank.exchange.abandon()
+        assert all(map(rank.exchange.has_told, backwards.owners))
+        rank.exchange.begin_next()
+        assert not any(map(rank.exchange.has_told, backwards.owners))
+        rank.publish_all(1)
+        assert rank.finish()
+        return rank.close()
+
+    for rank, found in enumerate(run_ranks(2, run, delays_seed=1)):
+        assert found.num_left == 0
+        assert {key for step, key in found.sums if step == 1} == {
+            key for key, owner in backwards.owners.items() if owner == rank
+        }
+
+
 def test_a_rank_without_a_gradient_releases_the_buffers_of_others_early() -> None:
     """Buffers are released before the backward ends, because a rank without free buffers would wait for them."""
     backwards = Backwards(4, 2, seed=6, num_chunks=8, num_steps=1, share_without=0.5)

@@ -264,7 +264,7 @@ def check_records(
     for of_version, of_store, folder in zip(expected, found, folders, strict=True):
         if tuple(of_version) != tuple(of_store):
             raise ValueError(
-                f"the records in {folder} differ from those that this version of hf_lohan makes for "
+                f"the records in {folder} differ from the records that this version of hf_lohan makes for "
                 f"{times(len(folders), 'rank')}; use the version that made them, or resume from a checkpoint"
             )
 

@@ -118,13 +118,13 @@ class ChunkOfNodes:
 
 
 class _Piece(NamedTuple):
-    """Elements of a chunk."""
+    """Elements [start, stop) of a chunk."""
 
     chunk: ChunkOfNodes
     start: int
     stop: int
     slot: int
-    """Which of the exchanges in transit has the piece."""
+    """Index of the exchange among those in transit."""
 
 
 class NodeSums:
@@ -147,8 +147,8 @@ class NodeSums:
         self._lane.close()
 
     def add(self, chunks: Sequence[ChunkOfNodes]) -> None:
-        """Set ``out`` of the owners, which differ, to the sums over all nodes. The chunks' collectors on all nodes call
-        this, for the same chunks in the same order. Raises the errors of `RankLane.run`."""
+        """Set each ``out`` to the sum over all nodes. No two chunks have the same owner. The chunks' collectors on all
+        nodes call this, for the same chunks in the same order. Raises the errors of `RankLane.run`."""
         under_way: deque[Callable[[], None]] = deque()
         in_order = sorted(chunks, key=lambda chunk: chunk.owner)
         for number, start in enumerate(range(0, max(chunk.numel for chunk in chunks), SUM_PIECE_NUMEL)):
@@ -162,8 +162,8 @@ class NodeSums:
             under_way.popleft()()
 
     def _begin(self, pieces: Sequence[_Piece]) -> Callable[[], None]:
-        """Begin to send pieces to their owners, and to receive that of this rank's chunk from all nodes. Returns a
-        function that waits for the end and adds what has come."""
+        """Begin to send pieces to their owners, and to receive the piece of this rank's own chunk from all nodes.
+        Returns a function that waits for the end and adds the received pieces."""
         send_sizes, sizes = [0] * self._ranks.num_nodes, [0] * self._ranks.num_nodes
         payloads, own = [], None
         for piece in pieces:
@@ -189,7 +189,7 @@ class NodeSums:
         return finish
 
     def _add_piece(self, piece: _Piece, of_nodes: Sequence[Tensor]) -> None:
-        """Set a piece of this rank's chunk to the sum of what all nodes have sent."""
+        """Set a piece of this rank's own chunk to the sum over all nodes."""
         assert piece.chunk.out is not None
         own = [part_of_gradient(value, piece.start, piece.stop) for value in piece.chunk.values]
         goal = piece.chunk.out[piece.start : piece.stop]

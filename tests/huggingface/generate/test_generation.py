@@ -481,4 +481,4 @@ def test_a_rank_that_generates_alone_ends_all_ranks(tmp_path: Path) -> None:
     assert any(
         "'model.generate'" in text and "a callback or a save that only some of them run" in text for text in texts
     )
-    assert all(outcome.error is not None and outcome.took_s < 30.0 for outcome in outcomes)
+    assert all(outcome.error is not None for outcome in outcomes)

@@ -97,18 +97,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_then_one_then_two_end_as_an_undisturbed_run(folder: Path) -> None:
-    launch(folder, 2, "run", dies_at=3)
-    log = launch(folder, 1, "run", dies_at=6, resume="last_step")
-    assert re.search("step [23] was committed by 2 ranks, and its stores are resharded for 1 rank", log)
-    log = launch(folder, 2, "run", resume="last_step")
-    assert re.search("step [56] was committed by 1 rank, and its stores are resharded for 2 ranks", log)
-    assert outcome(folder, "run") == outcome(folder, "undisturbed")
-    names = ["rank-0-of-1.g1", "rank-0-of-2", "rank-0-of-2.g2", "rank-1-of-2", "rank-1-of-2.g2"]
-    assert sorted(path.name for path in (folder / "run/_lohan/store").glob("rank-*")) == names
-    assert last_step(folder / "run") == 9
-
-
 def test_stores_on_drives_that_ssd_names_by_rank_are_found(folder: Path) -> None:
     """`last_step` and the commands find them in the settings that the run has written, which have the path of each
     rank. Then one rank copies them to its own drive."""

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from covering import slow_but
 
 from hf_lohan.threads import usable_cpus
 
@@ -63,7 +62,8 @@ OMP_NUM_THREADS = {"python": "1", "accelerate": "1", "lohan": str(usable_cpus())
 """What each launcher exports. The test does it for Python."""
 
 
-@pytest.mark.parametrize("route", slow_but(["lohan"], ROUTES))
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
 def test_an_unmodified_script_is_offloaded_and_trains_the_same(route: str, tmp_path: Path) -> None:
     """`lohan launch` starts `accelerate launch -m hf_lohan.run`. Stock runs in this process."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -12,7 +12,6 @@ import transformers
 from datasets import Dataset
 from PIL import Image
 from tiny_tokenizer import tiny_tokenizer
-from transformers import TrainerCallback
 from transformers.models.auto import image_processing_auto
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -97,47 +96,6 @@ def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
     weights = trl_runs.weights_of(trainer.model)
     trainer.offload_engine.close()
     assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(checkpoint: Path, tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
-
-    class KilledAtStep3(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                raise Killed
-
-    settings = {"max_steps": 6, "logging_steps": 6}
-    given = {"model": str(checkpoint), "train_dataset": texts()}
-    whole = trl_runs.run("SFT", arguments("SFT", tmp_path / "a", **settings), offload=trl_runs.BUDGETS, **given)
-    trl_runs.close(whole)
-    with pytest.raises(Killed):
-        trl_runs.run(
-            "SFT", arguments("SFT", tmp_path / "b", **settings), offload=trl_runs.BUDGETS,
-            callbacks=[KilledAtStep3()], **given
-        )  # fmt: skip
-    resumed = hf_lohan.trl.SFTTrainer(
-        args=arguments("SFT", tmp_path / "b", **settings), offload=trl_runs.BUDGETS, **given
-    )
-    resumed.train(resume_from_checkpoint="last_step")
-    assert trl_runs.comparable(resumed.state.log_history)[0] == whole.logs[0]
-    assert all(torch.equal(trl_runs.weights_of(resumed.model)[name], w) for name, w in whole.weights.items())
-    resumed.offload_engine.close()
-
-
-def test_a_trained_model_is_loaded_by_transformers(checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    args = arguments("SFT", tmp_path / "out", max_steps=2)
-    ours = hf_lohan.trl.SFTTrainer(str(checkpoint), args, train_dataset=texts(), offload=trl_runs.BUDGETS)
-    ours.train()
-    ours.save_model(str(tmp_path / "saved"))
-    trained = trl_runs.weights_of(ours.model)
-    ours.offload_engine.close()
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
-    assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
 
 
 def image_processor(tokenizer: Any) -> Any:
