@@ -33,8 +33,8 @@ _PINNED_TRIAL_BYTES = 16 << 20
 
 
 def cpu_quota() -> float | None:
-    """Return CPU seconds per second, which may be less than the number of visible CPUs: the lowest limit of this
-    process's control groups and their parents. None is no limit."""
+    """Return this process's CPU seconds per second, or None without a limit. This is the lowest limit of its control
+    groups and their parents. It may be less than the number of visible CPUs."""
     former = "cpu.cfs_quota_us", "cpu.cfs_period_us"
     quotas = [_quota(folder, *(former if is_former else ("cpu.max",))) for folder, is_former in control_groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
