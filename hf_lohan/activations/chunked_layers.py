@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.activations.layer_frame import is_random
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames, LayerInputs, LayerRun, RunInChunks
 from hf_lohan.activations.layer_runs.module_state import ModuleState, state_kept
+from hf_lohan.activations.layer_runs.shared_rows import RowsOfRanks, SharedRun
 from hf_lohan.activations.token_ranges import NotCuttableError, TokenRange, cut_batch
 from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
 
@@ -73,28 +74,6 @@ def _draws_for_tokens(whole: Sequence[torch.Size], parts: Sequence[torch.Size], 
     )
 
 
-class SharedRows(Protocol):
-    """Rows whose tokens several ranks compute."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of each row that this rank computes."""
-
-    def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
-        """Return this rank's chunks of a batch."""
-
-    def make_run(
-        self,
-        chunked: ChunkedLayer,
-        inputs: LayerInputs,
-        groups: Sequence[Sequence[TokenRange]],
-        state: ModuleState,
-        *,
-        has_frames: bool,
-    ) -> LayerRun:
-        """Return a forward of a layer for this rank's tokens."""
-
-
 InputsOf: TypeAlias = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], tuple[Tensor | None, LayerInputs]]
 
 
@@ -107,7 +86,7 @@ class ChunkedLayer:
         name: str,
         chunk_tokens: Callable[[], int | None],
         inputs_of: InputsOf,
-        frames: ChunkFrames,
+        frames: ChunkFrames | None,
         on_cut: Callable[[], None] = lambda: None,
     ) -> None:
         """``chunk_tokens`` returns the number of tokens in a chunk, or None to run whole layers. ``on_cut`` is called
@@ -118,7 +97,7 @@ class ChunkedLayer:
         self._inputs_of = inputs_of
         self.frames = frames
         self._on_cut = on_cut
-        self.shared_rows: Callable[[], SharedRows | None] = lambda: None
+        self.shared_rows: Callable[[], RowsOfRanks | None] = lambda: None
         """Returns the rows of the running forward whose other tokens are on other ranks. None if rows are whole."""
         self.is_whole = False
         """Whether the layer runs whole, for example to be traced."""
@@ -141,9 +120,12 @@ class ChunkedLayer:
         if run is None:
             return self.whole(*args, **kwargs)
         inputs, hidden, groups = run
-        shared = self.shared_rows()
-        make_run = LayerRun if shared is None else shared.make_run
-        layer_run = make_run(self, inputs, groups, ModuleState(self.layer), has_frames=torch.is_grad_enabled())
+        state, rows, runs_again = ModuleState(self.layer), self.shared_rows(), torch.is_grad_enabled()
+        layer_run = (
+            LayerRun(self, inputs, groups, state, runs_again=runs_again)
+            if rows is None
+            else SharedRun(self, inputs, groups, state, rows, runs_again=runs_again)
+        )
         output, *recorded = RunInChunks.apply(layer_run, hidden, *layer_run.trained)  # type: ignore[no-untyped-call]
         inputs.add_recorded(list(zip(layer_run.recorded_names, recorded, strict=True)))
         self._on_cut()
@@ -216,12 +198,12 @@ class ChunkedLayer:
         return inputs, hidden, cut_batch(hidden.shape[0], hidden.shape[1], chunk_tokens)
 
     def _run_of_shared(
-        self, shared: SharedRows, hidden: Tensor | None, inputs: LayerInputs
+        self, shared: RowsOfRanks, hidden: Tensor | None, inputs: LayerInputs
     ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]]:
         """Return inputs, hidden states and chunks of a call for this rank's tokens. Raises ValueError if the layer
         needs all tokens of a row."""
         reason: str | None = "has inputs of another form"
-        if hidden is not None and hidden.dim() == 3 and hidden.shape[1] == shared.num_tokens:
+        if hidden is not None and hidden.dim() == 3 and hidden.shape[1] == shared.pieces.num_tokens:
             case = True, any(module.training for module in self.layer.modules())
             if case not in self._reasons:
                 self._reasons[case] = self._find_reason(hidden, inputs, within_rows=True, may_draw=False)
@@ -231,7 +213,7 @@ class ChunkedLayer:
                 f"ranks.per_row cannot divide the tokens of {type(self.layer).__name__} layers (such as {self.name}) "
                 f"among ranks, because each {reason}; leave ranks.per_row out"
             )
-        return inputs, hidden, shared.cut(hidden.shape[0], self._chunk_tokens())
+        return inputs, hidden, shared.pieces.cut(hidden.shape[0], self._chunk_tokens())
 
     def _find_reason(
         self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, may_draw: bool = True, on_paper: bool = False
@@ -314,7 +296,7 @@ class ChunkedLayers:
         self,
         layers: Mapping[nn.Module, str],
         inputs_of: InputsOf,
-        frames: ChunkFrames,
+        frames: ChunkFrames | None,
         masks_pending: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         norms: Sequence[nn.Module] = (),
     ) -> None:
@@ -324,7 +306,7 @@ class ChunkedLayers:
         self.chunk_tokens: int | None = None
         """Number of tokens in a chunk. None runs whole layers."""
         self.masks_pending = masks_pending
-        self.shared_rows: SharedRows | None = None
+        self.shared_rows: RowsOfRanks | None = None
         """The rows of the running forward, if their other tokens are on other ranks."""
         self._is_attached = False
         self.of_layer = {
@@ -342,7 +324,7 @@ class ChunkedLayers:
         found = (reason for chunked in self.of_layer.values() for reason in chunked.reasons)
         return list(dict.fromkeys(found))
 
-    def begin_forward(self, shared_rows: SharedRows | None = None) -> None:
+    def begin_forward(self, shared_rows: RowsOfRanks | None = None) -> None:
         """Begin a forward on this thread. ``shared_rows``: its rows, if their other tokens are on other ranks."""
         self.shared_rows = shared_rows
         self._local.is_cut = False

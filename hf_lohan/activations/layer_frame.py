@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_lohan.activations.kernel_names import anchor_name
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
+from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.compat.torch_private import (
     OpOverload,
     StorageWeakRef,
@@ -58,23 +59,6 @@ class KeptTensor:
 StoredTensor: TypeAlias = "KeptTensor | SwappedTensor"
 
 
-class FrameObserver(Protocol):
-    """Receives events of the frames of all layers."""
-
-    def on_forward(self, frame: LayerFrame) -> None:
-        """Called when the layer's inputs are saved and its operations begin."""
-
-    def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
-        """Called after an anchor operation of the forward, whose output may be stored (`anchor_name`)."""
-
-    def on_recomputation(self, frame: LayerFrame, name: str) -> None:
-        """Called before an anchor operation runs again. The last anchor operations of a layer run again only if a
-        backward needs their output."""
-
-    def on_backward(self, frame: LayerFrame) -> None:
-        """Called when the layer's backward begins."""
-
-
 class LayerFrame:
     """One forward of a layer, its input and the outputs that are not recomputed. Lives as long as autograd's graph."""
 
@@ -85,16 +69,21 @@ class LayerFrame:
         swapper: ActivationSwapper,
         device: Device,
         *,
-        observer: FrameObserver,
+        on_forward: Callable[[], None],
+        on_backward: Callable[[LayerFrame], None],
+        trace: LayerTrace | None = None,
         forward_number: int = 0,
     ) -> None:
-        """``forward_number`` is the number of the model's forward."""
+        """``on_forward`` is called when the layer's inputs are saved and its operations begin, and ``on_backward`` when
+        its backward begins. ``trace`` notes the anchor operations. ``forward_number``: of the model's forward."""
         self.block_name = block_name
         self.forward_number = forward_number
         self._placements = placements
         self._swapper = swapper
         self._device = device
-        self._observer = observer
+        self.begin_forward = on_forward
+        self._on_backward = on_backward
+        self._trace = trace
         self.stored: list[StoredTensor] = []
         """All stored tensors, in the forward's order."""
         self._outputs: dict[str, Any] = {}
@@ -109,7 +98,7 @@ class LayerFrame:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the layer's forward and of its recomputation, for torch's `checkpoint`."""
-        return _ForwardMode(self), _RecomputeMode(self)
+        return _FrameMode(self, recomputes=False), _FrameMode(self, recomputes=True)
 
     def contexts_of_whole(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return contexts that see no operations. Nothing but the layer's input is stored."""
@@ -120,7 +109,7 @@ class LayerFrame:
         """Run the forward again in this context, and leave the random generator as it was."""
         before = self._device.rng_state() if self._rng_after else None
         try:
-            with _RecomputeMode(self):
+            with _FrameMode(self, recomputes=True):
                 yield
         finally:
             if before is not None:
@@ -140,7 +129,7 @@ class LayerFrame:
         return swapped
 
     def load_input(self, saved: Tensor | StoredTensor) -> Tensor:
-        self._observer.on_backward(self)
+        self.begin_backward()
         tensor: Tensor = self._load(saved)
         return tensor
 
@@ -148,7 +137,8 @@ class LayerFrame:
 
     def store_output(self, name: str, operation: Any, output: Any) -> None:
         """Store an operation's output, unless it will be recomputed."""
-        self._observer.on_operation(self, name, output)
+        if self._trace is not None:
+            self._trace.add_operation(name, output)
         placement = self._placements.get(name, Placement.RECOMPUTE)
         if placement is Placement.RECOMPUTE:
             return
@@ -196,10 +186,12 @@ class LayerFrame:
                 self._swapper.wait_until_stored(stored)
 
     def has_output(self, name: str) -> bool:
-        """Return whether an operation's output is stored. If not, the operation is about to run again."""
+        """Return whether an operation's output is stored. If not, the operation is about to run again. The last ones of
+        a layer run again only if a backward needs their output."""
         if name in self._outputs:
             return True
-        self._observer.on_recomputation(self, name)
+        if self._trace is not None:
+            self._trace.recomputed.add(name)
         return False
 
     def load_output(self, name: str) -> Any:
@@ -215,11 +207,8 @@ class LayerFrame:
             return self._swapper.swap_in(stored)
         return stored
 
-    def begin_forward(self) -> None:
-        self._observer.on_forward(self)
-
     def begin_backward(self) -> None:
-        self._observer.on_backward(self)
+        self._on_backward(self)
 
 
 @contextlib.contextmanager
@@ -228,60 +217,36 @@ def _calling(function: Callable[[], None]) -> Iterator[None]:
     yield
 
 
-class _ForwardMode(TorchDispatchMode):
-    """Stores outputs of the forward's operations."""
+class _FrameMode(TorchDispatchMode):
+    """Sees the operations of a frame's layer: stores outputs in the forward, and gives them in the recomputation."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, frame: LayerFrame) -> None:
+    def __init__(self, frame: LayerFrame, *, recomputes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._frame = frame
+        self._recomputes = recomputes
         self._counts: Counter[str] = Counter()
 
-    def __enter__(self) -> _ForwardMode:
-        self._frame.begin_forward()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._frame.stored and _writes_arguments(func):
-            self._frame.protect(_written_tensors(func, args, kwargs))
-        output = func(*with_sums(func, args), **kwargs)
-        kind = anchor_name(func)
-        if kind is not None:
-            self._frame.store_output(f"{kind}#{self._counts[kind]}", func, output)
-            self._counts[kind] += 1
-        return output
-
-
-class _RecomputeMode(TorchDispatchMode):
-    """Runs the forward again, except for the operations whose output is stored."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, frame: LayerFrame) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._frame = frame
-        self._counts: Counter[str] = Counter()
-
-    def __enter__(self) -> _RecomputeMode:
+    def __enter__(self) -> _FrameMode:
         self._counts.clear()  # a second backward (retain_graph) counts again
-        self._frame.begin_backward()
+        (self._frame.begin_backward if self._recomputes else self._frame.begin_forward)()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._frame.stored and _writes_arguments(func):  # a second backward may need the old values
-            self._frame.protect(_written_tensors(func, args, kwargs))
-        kind = anchor_name(func)
+        kwargs, frame, kind = kwargs or {}, self._frame, anchor_name(func)
+        if frame.stored and _writes_arguments(func):  # also in the recomputation, for a second backward
+            frame.protect(_written_tensors(func, args, kwargs))
+        name = f"{kind}#{self._counts[kind]}" if kind is not None else ""
         if kind is not None:
-            name = f"{kind}#{self._counts[kind]}"
             self._counts[kind] += 1
-            if self._frame.has_output(name):
-                return self._frame.load_output(name)
-        return func(*args, **kwargs)
+        if self._recomputes:
+            return frame.load_output(name) if name and frame.has_output(name) else func(*args, **kwargs)
+        output = func(*with_sums(func, args), **kwargs)
+        if name:
+            frame.store_output(name, func, output)
+        return output
 
 
 def _leaves(stored: Any, output: Any) -> list[tuple[Any, Any]]:

@@ -12,25 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef, aliases_count_versions, version_of
-from hf_lohan.device import DeviceArena, Event, HostRead
+from hf_lohan.device import Event, HostRead
 from hf_lohan.files import IoRequest
-
-
-@dataclass(eq=False)
-class TensorForm:
-    """Size, strides and dtype of a tensor, to allocate an equal one later. Kernels depend on the strides."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> TensorForm:
-        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-
-    def empty(self, arena: DeviceArena) -> Tensor:
-        return arena.empty(self.size, self.dtype, stride=self.stride)
 
 
 def alias_of(tensor: Tensor) -> Tensor:
@@ -93,7 +76,8 @@ class SwappedTensor:
     The swapper's thread sets the fields, unless noted.
     """
 
-    form: TensorForm
+    new_landing: Callable[[], Tensor]
+    """Allocates a tensor of the same size, strides and dtype on the device. Kernels depend on the strides."""
     num_bytes: int
     region: Tensor | None
     """The tensor's memory in RAM, uint8 [num_bytes]. None if it is on the SSD."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
+from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.compat.torch_private import version_of
 from hf_lohan.costs import Placement
 from hf_lohan.device import Buffer, BufferPool, Device, DeviceHasher, Event, HostRead, HostStack, IntervalStack, Lane
@@ -116,7 +116,7 @@ class ActivationSwapper:
             return None
         region, start, free = room
         swapped = SwappedTensor(
-            form=TensorForm.from_tensor(tensor),
+            new_landing=partial(self._device.arena.empty, tensor.size(), tensor.dtype, stride=tensor.stride()),
             num_bytes=num_bytes,
             region=region,
             spill_start=start,
@@ -162,7 +162,7 @@ class ActivationSwapper:
         if self._is_closed:
             raise RuntimeError("the engine is closed and its swapped activations were freed; load the model again")
         if not swapped.is_prefetched:
-            landing = swapped.form.empty(self._device.arena)
+            landing = swapped.new_landing()
             # Running compute may still use the landing's memory. Only this thread knows its stream.
             vacated = self._device.record(Lane.COMPUTE, landing)
             swapped.is_prefetched = True

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.layer_runs.module_state import repeatable
 from hf_lohan.activations.swapper import ActivationSwapper
-from hf_lohan.activations.trace import LayerTrace, num_bytes_of
+from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.compat.torch_private import tree_leaves, version_of
 from hf_lohan.costs import (
     FETCH_AHEAD,
@@ -44,8 +44,7 @@ class SavedInput:
 class ActivationTiers:
     """Runs layers with torch's non-reentrant checkpointing and stores their activations according to the placements.
 
-    A layer without placements is recomputed by plain checkpointing, without a dispatch mode, unless it is traced. This
-    object is the `FrameObserver` of all layers.
+    A layer without placements is recomputed by plain checkpointing, without a dispatch mode, unless it is traced.
     """
 
     def __init__(self, device: Device, layer_names: Mapping[nn.Module, str], ram: HostStack | None = None) -> None:
@@ -119,21 +118,11 @@ class ActivationTiers:
         function = repeatable(function, layer, name or type(layer or function).__name__)
         if name is None or (trace is None and not placements):
             return checkpoint(function, *args, use_reentrant=False)
-        frame = LayerFrame(
-            name,
-            placements,
-            self.swapper,
-            self._device,
-            observer=self,
-            forward_number=self._forward_number,
-        )
         self._let_earlier_layers_leave()
-        self._frames.append(weakref.ref(frame))
         hidden = args[0] if args and isinstance(args[0], Tensor) else None
         if trace is not None:
-            num_runs = trace[name].num_runs + 1 if name in trace else 1
-            shape, num_bytes = ((), 0) if hidden is None else (tuple(hidden.shape), num_bytes_of(hidden))
-            trace[name] = LayerTrace(shape, num_bytes, num_runs)
+            trace.setdefault(name, LayerTrace()).begin(hidden)
+        frame = self._new_frame(name, placements)
         if hidden is not None:
             self._saving = frame, hidden.data_ptr()
         version = None if hidden is None else version_of(hidden)
@@ -157,13 +146,13 @@ class ActivationTiers:
     def begin_chunk(self, layer_name: str) -> LayerFrame | None:
         """Begin a chunk of a layer. Returns None if everything is recomputed."""
         self._let_earlier_layers_leave()
-        placements = self._placements.get(layer_name, {})
-        return self._begin_frame(layer_name, {name: at for name, at in placements.items() if name != INPUT})
+        placements = {name: at for name, at in self._placements.get(layer_name, {}).items() if name != INPUT}
+        return self._new_frame(layer_name, placements) if placements else None
 
     def begin_input(self, layer_name: str) -> LayerFrame | None:
         """Begin to store a layer's input. Returns None if it stays on the device."""
         placements = self._placements.get(layer_name, {})
-        return self._begin_frame(layer_name, {INPUT: placements[INPUT]} if INPUT in placements else {})
+        return self._new_frame(layer_name, {INPUT: placements[INPUT]}) if INPUT in placements else None
 
     def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate a contiguous tensor on the device of ``like``."""
@@ -175,11 +164,16 @@ class ActivationTiers:
         """End a layer's forward in chunks."""
         self.swapper.mark(layer_name)
 
-    def _begin_frame(self, layer_name: str, placements: LayerPlacements) -> LayerFrame | None:
-        if not placements:
-            return None
+    def _new_frame(self, layer_name: str, placements: LayerPlacements) -> LayerFrame:
         frame = LayerFrame(
-            layer_name, placements, self.swapper, self._device, observer=self, forward_number=self._forward_number
+            layer_name,
+            placements,
+            self.swapper,
+            self._device,
+            on_forward=self._end_saving,
+            on_backward=self.begin_backward,
+            trace=None if self._trace is None else self._trace.get(layer_name),
+            forward_number=self._forward_number,
         )
         self._frames.append(weakref.ref(frame))
         return frame
@@ -222,20 +216,10 @@ class ActivationTiers:
         """Return the tensor that was packed."""
         return saved.frame.load_input(saved.stored)
 
-    # FrameObserver.
-
-    def on_forward(self, frame: LayerFrame) -> None:
+    def _end_saving(self) -> None:
         self._saving = None
 
-    def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
-        if self._trace is not None:
-            self._trace[frame.block_name].add_operation(name, output)
-
-    def on_recomputation(self, frame: LayerFrame, name: str) -> None:
-        if self._trace is not None:
-            self._trace[frame.block_name].recomputed.add(name)
-
-    def on_backward(self, frame: LayerFrame) -> None:
+    def begin_backward(self, frame: LayerFrame) -> None:
         if frame.is_in_backward:
             return
         frame.is_in_backward = True

@@ -15,11 +15,7 @@ from hf_lohan.costs import INPUT
 class LayerTrace:
     """The last forward of one layer."""
 
-    input_shape: tuple[int, ...] = ()
-    """Shape of the layer's first argument, which is [batch, sequence, hidden] in every causal LM."""
     input_bytes: int = 0
-    num_runs: int = 1
-    """Number of forwards of the layer since tracing began, which are the micro-batches of a step."""
     operations: dict[str, int] = field(default_factory=dict)
     """Bytes of the anchor operations' outputs, in the order in which they ran."""
     recomputed: set[str] = field(default_factory=set)
@@ -33,6 +29,12 @@ class LayerTrace:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each tensor that could be swapped, by name, in the order in which backward needs them."""
         return {INPUT: self.input_bytes} | self.candidates
+
+    def begin(self, hidden: Tensor | None) -> None:
+        """Begin a forward with this first argument."""
+        self.input_bytes = num_bytes_of(hidden)
+        self.operations.clear()
+        self.recomputed.clear()
 
     def add_operation(self, name: str, output: Any) -> None:
         """Record that an anchor operation ran."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,21 +16,14 @@ ALIGN_BYTES = 512
 """Addresses and sizes are multiples of this, as those of PyTorch's allocator are."""
 _PART = 32
 """Number of allocations in one part of the time."""
-_Life: TypeAlias = tuple[int, int, int]
-"""Aligned bytes of a tensor, and its times ``born`` and ``died``."""
 
 
-class Allocation(Protocol):
-    """Memory that is in use from time ``born`` to time ``died`` (exclusive)."""
+class Life(NamedTuple):
+    """A tensor that exists from time ``born`` to time ``died`` (exclusive)."""
 
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def born(self) -> int: ...
-
-    @property
-    def died(self) -> int: ...
+    num_bytes: int
+    born: int
+    died: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +41,7 @@ def aligned(num_bytes: int) -> int:
     return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
 
 
-def live_bytes(tensors: Sequence[Allocation]) -> int:
+def live_bytes(tensors: Sequence[Life]) -> int:
     """Return the largest number of bytes that exist at one time."""
     changes = np.zeros(max((tensor.died for tensor in tensors), default=0) + 1, dtype=np.int64)
     for tensor in tensors:
@@ -57,13 +50,13 @@ def live_bytes(tensors: Sequence[Allocation]) -> int:
     return int(np.cumsum(changes).max(initial=0))
 
 
-def plan_addresses(tensors: Sequence[Allocation]) -> AddressPlan:
+def plan_addresses(tensors: Sequence[Life]) -> AddressPlan:
     """Return addresses that need hardly more memory than the tensors that exist at one time.
 
     Tensors are placed one after the other, each into the smallest gap that is free during its life. The largest are
     placed first. If that needs more than `live_bytes`, other orders are tried too, and the best is returned.
     """
-    least_bytes, lives = live_bytes(tensors), [(aligned(one.num_bytes), one.born, one.died) for one in tensors]
+    least_bytes, lives = live_bytes(tensors), [Life(aligned(one.num_bytes), one.born, one.died) for one in tensors]
     best = AddressPlan((0,) * len(lives), 1 + sum(num_bytes for num_bytes, _, _ in lives))
     for order in _ORDERS:
         best = _place(lives, order, below_bytes=best.num_bytes) or best
@@ -82,7 +75,7 @@ _ORDERS: tuple[Callable[[int, int, int], tuple[int, ...]], ...] = (
 
 
 def _place(
-    lives: Sequence[_Life], order: Callable[[int, int, int], tuple[int, ...]], below_bytes: int
+    lives: Sequence[Life], order: Callable[[int, int, int], tuple[int, ...]], below_bytes: int
 ) -> AddressPlan | None:
     """Place tensors in an order, each at the best fit. Returns None if that needs at least ``below_bytes``."""
     offsets, num_bytes = [0] * len(lives), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
 from hf_lohan.costs.offload_plan import InMemoryFit, TrainingSetup
+from hf_lohan.costs.record_traffic import RecordTraffic
 from hf_lohan.wording import format_bytes
 
 
@@ -165,6 +167,12 @@ def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: Training
     )
 
 
+def activation_ram_bytes(room: Room, setup: TrainingSetup, resident: Iterable[RecordTraffic]) -> int:
+    """Return the RAM of one rank for swapped activations, beside copies of the records ``resident``."""
+    left_bytes = max(0, room.cpu_bytes - sum(record.num_bytes for record in resident))
+    return left_bytes if setup.activation_cpu_bytes is None else min(left_bytes, setup.activation_cpu_bytes)
+
+
 def explain_refusal(
     model: ModelProfile,
     hardware: HardwareProfile,
@@ -295,14 +303,16 @@ def _shown(num_bytes: int) -> str:
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
-def fits_without_offloading(
-    model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0, *, has_allocator: bool
-) -> InMemoryFit:
-    """Return whether training fits `memory_bytes` by `stock_training_fit`, if necessary with recomputation. Weights,
-    gradients, masters and moments take `bytes_per_param` together, which is 16, or 18 with float32 gradients of
-    bfloat16 weights."""
+_STATE_BYTES_PER_PARAM = 16.0
+"""Weights, gradients, masters and moments. With float32 gradients of bfloat16 weights it would be 18."""
+
+
+def fits_without_offloading(model: ModelProfile, memory_bytes: int, *, has_allocator: bool) -> InMemoryFit:
+    """Return whether training fits `memory_bytes` by `stock_training_fit`, if necessary with recomputation."""
     kept, recomputed = (
-        stock_training_fit(model, memory_bytes, bytes_per_param, recomputes=recomputes, has_allocator=has_allocator)
+        stock_training_fit(
+            model, memory_bytes, _STATE_BYTES_PER_PARAM, recomputes=recomputes, has_allocator=has_allocator
+        )
         for recomputes in (False, True)
     )
     return kept if kept.fits else recomputed

@@ -411,10 +411,6 @@ class OffloadPlan:
         if self.refusal is not None:
             raise BudgetError(self.refusal)
 
-    def resident_blocks(self, *kinds: str) -> list[str]:
-        """Return the blocks that have a copy in RAM of a record of one of ``kinds``."""
-        return list(dict.fromkeys(record.block for record in self.resident if record.kind in kinds))
-
     def to_mapping(self) -> dict[str, Any]:
         """Return all decisions and the figures of the prediction, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -369,27 +369,19 @@ def _check_gpu_memory(request: PoolRequest, chunk_numel: int) -> None:
 def _plan_slots(request: PoolRequest, least_bytes: int) -> dict[SizeClass, int]:
     """Return the numbers of slots. ``least_bytes``: device memory for the least slots and all else."""
     slot_bytes, num_slots = _least_slots(request)
-    num_layers, num_outer = _num_blocks(request, SizeClass.LAYER), _num_blocks(request, SizeClass.OUTER)
-    num_experts = _num_blocks(request, SizeClass.EXPERT)
     spare = request.gpu_memory_bytes - least_bytes
-    if slot_bytes[SizeClass.LAYER]:
-        wanted = min(1 + request.prefetch_blocks, num_layers) - num_slots[SizeClass.LAYER]
-        more = max(0, min(wanted, spare // slot_bytes[SizeClass.LAYER]))
-        num_slots[SizeClass.LAYER] += more
-        spare -= more * slot_bytes[SizeClass.LAYER]
-    if slot_bytes[SizeClass.EXPERT]:
-        wanted = min(GOOD_EXPERT_SLOTS, num_experts) - num_slots[SizeClass.EXPERT]
-        more = max(0, min(wanted, spare // slot_bytes[SizeClass.EXPERT]))
-        num_slots[SizeClass.EXPERT] += more
-        spare -= more * slot_bytes[SizeClass.EXPERT]
-    if slot_bytes[SizeClass.OUTER]:
-        more = min(num_outer - 1, spare // slot_bytes[SizeClass.OUTER])
-        num_slots[SizeClass.OUTER] += more
-        spare -= more * slot_bytes[SizeClass.OUTER]
-    if slot_bytes[SizeClass.EXPERT]:
-        worth = min(num_experts, request.gpu_memory_bytes // EXPERT_SHARE // slot_bytes[SizeClass.EXPERT])
-        more = min(worth - num_slots[SizeClass.EXPERT], spare // slot_bytes[SizeClass.EXPERT])
-        num_slots[SizeClass.EXPERT] += max(0, more)
+    expert_bytes = slot_bytes[SizeClass.EXPERT]
+    for size_class, wanted in (
+        (SizeClass.LAYER, 1 + request.prefetch_blocks),
+        (SizeClass.EXPERT, GOOD_EXPERT_SLOTS),
+        (SizeClass.OUTER, len(request.blocks)),
+        (SizeClass.EXPERT, request.gpu_memory_bytes // EXPERT_SHARE // expert_bytes if expert_bytes else 0),
+    ):
+        if slot_bytes[size_class]:
+            more = min(wanted, _num_blocks(request, size_class)) - num_slots[size_class]
+            more = max(0, min(more, spare // slot_bytes[size_class]))
+            num_slots[size_class] += more
+            spare -= more * slot_bytes[size_class]
     return num_slots
 
 
@@ -416,16 +408,15 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
     largest = max(sum(block.unit_numels) for block in request.blocks)
     least = request.least_chunk_numel
     chunk_numel = max(MAX_CHUNK_NUMEL, least)
-    while chunk_numel > least and chunk_numel // 2 >= largest:
-        chunk_numel = max(chunk_numel // 2, least)
-    # The minimal pools take at most half of the budget, so that the other half holds gradients. Chunks below the good
-    # size cost too many I/O calls, and are used only if nothing larger fits.
-    good = max(GOOD_CHUNK_NUMEL, least)
-    while chunk_numel > good and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
-        chunk_numel = max(chunk_numel // 2, least)
-    while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
-        chunk_numel = max(chunk_numel // 2, least)
-    while chunk_numel > least and not _has_device_room(request, chunk_numel):
+
+    def is_too_large(numel: int) -> bool:
+        # The minimal pools take at most half of the budget, so that the other half holds gradients. Chunks below the
+        # good size cost too many I/O calls, and are used only if nothing larger fits.
+        share = 2 if numel > GOOD_CHUNK_NUMEL else 1
+        fits = share * _minimum_bytes(request, numel) <= request.cpu_memory_bytes
+        return numel // 2 >= largest or not (fits and _has_device_room(request, numel))
+
+    while chunk_numel > least and is_too_large(chunk_numel):
         chunk_numel = max(chunk_numel // 2, least)
     return _even_for_experts(request, chunk_numel)
 

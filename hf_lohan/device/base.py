@@ -131,15 +131,15 @@ class Device(DeviceMemory):
         """Map a file in RAM that other processes map as well: a page-aligned uint8 tensor, pinned if possible."""
         return mapped_file(fd, num_bytes)
 
-    @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
+        self.run(lane, lambda: dst.copy_(src, non_blocking=True), fills=dst, reads=(src,), name="copy")
 
     def run(
         self, lane: Lane, work: Callable[[], object], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
-        """Enqueue ``work`` on a copy lane, and record it in the timeline. Its operations fill the device memory
-        ``fills``, and read the device memory ``reads``, which this lane has filled or waited for."""
+        """Enqueue ``work`` on a copy lane, and record it in the timeline. Its operations fill the memory ``fills``, and
+        read the memory ``reads``, which this lane has filled or waited for. Keeps all of it alive."""
         with self.timeline.task(lane.in_timeline, name, num_bytes=fills.nbytes):
             work()
 

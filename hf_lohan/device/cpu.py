@@ -46,10 +46,6 @@ class CpuDevice(Device):
     def host_empty(self, num_bytes: int) -> Tensor:
         return mapped_empty(num_bytes)
 
-    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        with self.timeline.task(lane.in_timeline, "copy", num_bytes=dst.nbytes):
-            dst.copy_(src)
-
     def stamp(self, lane: Lane) -> Stamp:
         return _Reached()
 

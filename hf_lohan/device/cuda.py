@@ -182,30 +182,19 @@ class CudaDevice(Device):
             pinned.append(host.data_ptr())
         return host
 
-    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        stream = self._stream(lane)
-        with self._copy_locks[lane]:  # no other thread's copy may come between the stamps
-            began = self.stamp(lane)
-            with torch.cuda.stream(stream):
-                dst.copy_(src, non_blocking=True)
-            ended = self.stamp(lane)
-        for tensor in (dst, src):
-            if tensor.is_cuda:
-                # The caching allocator must not reuse this memory before the copy stream is done with it.
-                tensor.record_stream(stream)
-        self.arena.note_copy(lane, dst, src)
-        self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
-
     def run(
         self, lane: Lane, work: Callable[[], object], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
     ) -> None:
-        with self._copy_locks[lane]:
+        stream = self._stream(lane)
+        with self._copy_locks[lane]:  # no other thread's work may come between the stamps
             began = self.stamp(lane)
-            with torch.cuda.stream(self._stream(lane)):
+            with torch.cuda.stream(stream):
                 work()
             ended = self.stamp(lane)
         for tensor in (fills, *reads):
-            tensor.record_stream(self._stream(lane))
+            if tensor.is_cuda:
+                # The caching allocator must not reuse this memory before the stream is done with it.
+                tensor.record_stream(stream)
         self.arena.note_copy(lane, fills, *reads)
         self.note_span(lane, name, began, ended, num_bytes=fills.nbytes)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef
-from hf_lohan.costs.address_plan import aligned, plan_addresses
+from hf_lohan.costs.address_plan import Life, aligned, plan_addresses
 from hf_lohan.device.lanes import DeviceMemory, Event, Lane
 
 _MOST_PLANS = 64
@@ -220,7 +220,7 @@ class DeviceArena:
         known = self._plans.pop(key, None)
         if known is None or known.sizes != sizes:
             freed = [piece for piece in self._of_pass if piece.died is not None and piece.num_bytes]
-            planned = plan_addresses([_Life(piece.num_bytes, piece.born, piece.died or 0) for piece in freed])
+            planned = plan_addresses([Life(piece.num_bytes, piece.born, piece.died or 0) for piece in freed])
             offsets = dict(zip((piece.born for piece in freed), planned.offsets, strict=True))
             blocks = _blocks_of([(offsets[piece.born], piece.num_bytes, piece.born) for piece in freed])
             numbers = range(len(sizes))
@@ -228,13 +228,6 @@ class DeviceArena:
         self._plans[key] = known
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Life:
-    num_bytes: int
-    born: int
-    died: int
 
 
 def _blocks_of(placed: Sequence[tuple[int, int, int]]) -> dict[int, _Block]:

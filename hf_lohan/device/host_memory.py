@@ -84,23 +84,28 @@ _FORMER_NAMES: _Names = (
 `_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
 
 
-def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
-    """Yield (folder, limit, name of the use, names of cached files) for each memory limit of this process's control
-    groups. A container may show its own group as the root."""
-    try:
-        lines = _OWN_CGROUPS.read_text(errors="replace").splitlines()
-    except OSError:  # not Linux
-        return
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups with a controller, such as "memory", and of their parents, and
+    whether they are of version 1. A container may show its own group as the root."""
+    lines = ["0::/"]
+    with suppress(OSError):
+        lines = _OWN_CGROUPS.read_text(errors="replace").splitlines() or lines
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root, (limits, used, cached) = (_CGROUPS / "memory", _FORMER_NAMES) if controllers else (_CGROUPS, _NAMES)
+        root = _CGROUPS / controller if controllers else _CGROUPS
         own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root):
-                numbers = (_read_int(folder / name) for name in limits)
-                yield from ((folder, limit, used, cached) for limit in numbers if limit is not None)
+        yield from ((folder, bool(controllers)) for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
+    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
+    of the use and of cached files."""
+    for folder, is_former in control_groups("memory"):
+        limits, used, cached = _FORMER_NAMES if is_former else _NAMES
+        numbers = (_read_int(folder / name) for name in limits)
+        yield from ((folder, limit, used, cached) for limit in numbers if limit is not None)
 
 
 def _cached_bytes(file: Path, names: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from hf_lohan.device import (
     GpuLink,
     LinkKind,
     available_host_memory_bytes,
+    control_groups,
     host_memory_limit_bytes,
     links_between_gpus,
 )
@@ -26,43 +26,23 @@ from hf_lohan.hardware.direct_io import why_no_direct_io
 from hf_lohan.hardware.paths import text_of
 from hf_lohan.threads import usable_cpus
 
-_ROOT = "/sys/fs/cgroup"
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Linux's names for bfloat16 units of Intel, of Intel and AMD, and of Arm."""
 _SAMPLE_INTERVAL_S = 0.05
 _PINNED_TRIAL_BYTES = 16 << 20
 
 
-def cpu_quota(root: str = _ROOT, membership: str | None = None) -> float | None:
-    """Return the CPU quota of this process in CPU seconds per second; None without a limit. It is the lowest limit of
-    the process's control groups and their parents (v1 and v2), and may be less than the number of visible CPUs.
-
-    `root` is their mount point and `membership` the text of /proc/self/cgroup.
-    """
-    if membership is None:
-        membership = text_of("/proc/self/cgroup")
-    paths = {"": "/"}
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths |= dict.fromkeys(controllers.split(","), path)
-    quotas = [_quota(folder, "cpu.max") for folder in _upwards(root, paths[""])]
-    in_two_files = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-    quotas += [_quota(folder, *in_two_files) for folder in _upwards(f"{root}/cpu", paths.get("cpu", "/"))]
+def cpu_quota() -> float | None:
+    """Return this process's CPU seconds per second, or None without a limit. This is the lowest limit of its control
+    groups and their parents. It may be less than the number of visible CPUs."""
+    former = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+    quotas = [_quota(folder, *(former if is_former else ("cpu.max",))) for folder, is_former in control_groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _upwards(root: str, path: str) -> Iterator[str]:
-    """Yield the group's folder and its parents. In a container, some of them may exist only on the host."""
-    while True:
-        yield os.path.join(root, path.strip("/"))
-        if path.strip("/") == "" or path == os.path.dirname(path):
-            return
-        path = os.path.dirname(path)
-
-
-def _quota(folder: str, *names: str) -> float | None:
+def _quota(folder: Path, *names: str) -> float | None:
     """Return CPU seconds per second, from files with the CPU time per period and the period."""
-    words = [word for name in names for word in text_of(Path(folder, name)).split()]
+    words = [word for name in names for word in text_of(folder / name).split()]
     is_limit = len(words) == 2 and words[0].isdigit() and int(words[0]) > 0
     return int(words[0]) / int(words[1]) if is_limit else None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import psutil
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import SECTOR_BYTES, StorageError
@@ -19,8 +21,6 @@ from hf_lohan.files.data_file import sector_view
 from hf_lohan.files.directories import free_bytes
 from hf_lohan.files.reflink import clone_range
 
-_MOUNT_INFO = "/proc/self/mountinfo"
-_ESCAPED = re.compile(r"\\([0-7]{3})")
 _TIMEOUT_S = 5.0
 _TRIAL_BYTES = 4 * SECTOR_BYTES
 _LEAST_WEAR_PERCENT = 5
@@ -44,26 +44,22 @@ def existing_directory(path: str) -> str:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    mount_point: str
+class Mount(NamedTuple):
     file_system: str
     """Such as "ext4" or "nfs4"; "" if unknown."""
     source: str
     """Such as "/dev/nvme0n1p2" or "server:/export"."""
 
 
-def mount_of(directory: str, mount_info: str | None = None) -> Mount:
+def mount_of(directory: str) -> Mount:
     """Return the nearest mount above a directory. Of two mounts at the same point, the later one is returned."""
-    text = text_of(_MOUNT_INFO) if mount_info is None else mount_info
-    real = os.path.realpath(directory)
-    nearest = Mount("/", "", "")
-    for line in text.splitlines():
-        mount = _parsed(line)
-        is_above = real == mount.mount_point or real.startswith(f"{mount.mount_point.rstrip('/')}/")
-        if is_above and len(mount.mount_point) >= len(nearest.mount_point):
-            nearest = mount
-    return nearest
+    real, nearest, found = os.path.realpath(directory), "", Mount("", "")
+    with suppress(OSError):
+        for mount in psutil.disk_partitions(all=True):
+            is_above = real == mount.mountpoint or real.startswith(f"{mount.mountpoint.rstrip('/')}/")
+            if is_above and len(mount.mountpoint) >= len(nearest):
+                nearest, found = mount.mountpoint, Mount(mount.fstype, mount.device)
+    return found
 
 
 def drive_of(directory: str) -> str | None:
@@ -80,16 +76,6 @@ def drive_of(directory: str) -> str | None:
     if os.path.exists(os.path.join(node, "partition")):
         node = os.path.dirname(node)
     return os.path.basename(node) if os.path.isdir(node) and numbers != "0:0" else None
-
-
-def _parsed(line: str) -> Mount:
-    before, _, after = line.partition(" - ")
-    fields, (file_system, source) = before.split(), (*after.split(), "", "")[:2]
-    return Mount(_unescaped(fields[4]) if len(fields) > 4 else "", file_system, _unescaped(source))
-
-
-def _unescaped(field: str) -> str:
-    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), field)
 
 
 class WearUnknownError(Exception):

@@ -22,7 +22,7 @@ from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers
 from hf_lohan.activations.chunked_norms import norms_outside
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames
 from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks
-from hf_lohan.activations.token_ranges import ChunkKeys, CutRows, NotCuttableError, TokenRange, new_empty
+from hf_lohan.activations.token_ranges import ChunkKeys, CutRows, NotCuttableError, TokenRange
 from hf_lohan.compat.torch_private import attention_after, tree_map_only, without_torch_function
 from hf_lohan.compat.transformers_private import (
     CACHE_NAMES,
@@ -145,28 +145,12 @@ def _warn_of_ignored_documents(kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-class _NoFrames:
-    """`ChunkFrames` for layers that are only traced on fake tensors."""
-
-    def begin_chunk(self, layer_name: str) -> None:
-        return None
-
-    def begin_input(self, layer_name: str) -> None:
-        return None
-
-    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return new_empty(shape, like, dtype)
-
-    def end_layer(self, layer_name: str) -> None:
-        pass
-
-
 def cuttable_layers(
     model: nn.Module, layers: Mapping[nn.Module, str], frames: ChunkFrames | None = None
 ) -> ChunkedLayers:
     """Return the layers of a model, to trace them or run them in chunks. ``frames`` is None if they are only traced."""
     norms = norms_outside(model, list(layers))
-    return ChunkedLayers(layers, LayerCall.of, _NoFrames() if frames is None else frames, _masks_pending, norms)
+    return ChunkedLayers(layers, LayerCall.of, frames, _masks_pending, norms)
 
 
 def _take_masks_and_attention() -> None:

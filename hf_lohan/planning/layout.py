@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
-from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig, SsdPath
+from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
 from hf_lohan.costs import (
     BlockGradient,
     BlockShape,
@@ -52,7 +52,7 @@ from hf_lohan.planning.kept_weights import (
     lent_expert_bytes,
     message_bytes,
 )
-from hf_lohan.planning.shared_machine import Share, memory_limit_of, rank_paths, share_of_machine, whole_machine
+from hf_lohan.planning.shared_machine import memory_limit_of, rank_paths, share_of_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
 from hf_lohan.wording import format_bytes
@@ -305,11 +305,6 @@ class WholeBlocks:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def share_of_machine(
-        self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
-    ) -> tuple[Share, tuple[SsdPath, ...]]:
-        return whole_machine(device), paths
-
     def num_rows_buffers(self, *, memory_is_host: bool) -> int:
         """Return the number of host buffers for rows of a table: one for rows that are read, and one for rows in
         transit to the device."""
@@ -342,11 +337,6 @@ class _Shards(WholeBlocks):
     """Gradients are summed over the ranks in float32."""
     gradients_stay_in_pool = True
     """Ranks read each other's gradients in the pool."""
-
-    def share_of_machine(
-        self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
-    ) -> tuple[Share, tuple[SsdPath, ...]]:
-        return share_of_machine(config, device, paths, links)
 
     def may_stream_experts(self, config: ResolvedConfig) -> bool:
         return config.experts.parallel != "none"
@@ -395,7 +385,7 @@ def resolved_here(
     All ranks call this together. Raises ConfigError for impossible budgets."""
     links = links or Links.alone()
     paths = rank_paths(config.ssd_paths(default_ssd_path), links.ranks)
-    share, paths = shards_of(links.ranks).share_of_machine(config, device, paths, links)
+    share, paths = share_of_machine(config, device, paths, links)
     return replace(config, ssd=paths).resolve(
         host_memory_bytes=share.host_memory_bytes,
         device_memory_bytes=share.device_memory_bytes,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from hf_lohan.costs import COMPUTING_RATES, HardwareProfile, forecast, with_changed
+from hf_lohan.costs.hardware_profile import Profile
 from hf_lohan.costs.step.step_costs import ssd_s
 from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
@@ -90,19 +91,20 @@ def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwarePro
 
 def _as_seen(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
     seen = hardware = planned.hardware
-    predicted = planned.plan.prediction
+    forward, backward = planned.plan.prediction.forward, planned.plan.prediction.backward
     drives_s = float(ssd_s(hardware, measured.read_bytes, measured.written_bytes))
-    if drives_s and measured.drives_s and _is_off(measured.drives_s / drives_s):
-        seen = drives_slower(seen, measured.drives_s / drives_s)
+    compute_s = forward.compute_s + backward.compute_s
+    seen_compute_s = min(max(compute_s, measured.least_compute_s), measured.compute_s)
+    corrections = (
+        (drives_slower, measured.drives_s, drives_s),
+        (computing_slower, seen_compute_s, compute_s),
+        (optimizer_slower, measured.optimizer_s, forward.optimizer_s + backward.optimizer_s),
+    )
+    for slower, seconds, expected_s in corrections[:1] if hardware.device.shares_cpu else corrections:
+        if expected_s and seconds and _is_off(seconds / expected_s):
+            seen = slower(seen, seconds / expected_s)
     if hardware.device.shares_cpu:
         return seen
-    compute_s = predicted.forward.compute_s + predicted.backward.compute_s
-    seen_compute_s = min(max(compute_s, measured.least_compute_s), measured.compute_s)
-    if compute_s and seen_compute_s and _is_off(seen_compute_s / compute_s):
-        seen = computing_slower(seen, seen_compute_s / compute_s)
-    optimizer_s = predicted.forward.optimizer_s + predicted.backward.optimizer_s
-    if optimizer_s and measured.optimizer_s and _is_off(measured.optimizer_s / optimizer_s):
-        seen = optimizer_slower(seen, measured.optimizer_s / optimizer_s)
     if planned.setup.cluster.transport == "nccl":  # a lane of a link also has exchanges, over another link
         return seen
     for num_bytes, busy_s, name in (
@@ -161,12 +163,9 @@ def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> Hardwar
 
 
 def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    def divided(rate: float) -> float:
-        return rate / factor
-
     return replace(
         _slower(hardware, factor, "ssd_mixed_bytes_per_s"),
-        ssd=tuple(with_changed(ssd, divided, "read_bytes_per_s", "write_bytes_per_s") for ssd in hardware.ssd),
+        ssd=tuple(_slower(ssd, factor, "read_bytes_per_s", "write_bytes_per_s") for ssd in hardware.ssd),
         ssd_together_read_bytes_per_s=hardware.ssd_read_bytes_per_s / factor,
         ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
     )
@@ -174,12 +173,12 @@ def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
 
 def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
     """Return the hardware with a device that is slower by ``factor``, or faster if ``factor`` is below 1."""
-    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *COMPUTING_RATES))
+    return replace(hardware, device=_slower(hardware.device, factor, *COMPUTING_RATES))
 
 
 def optimizer_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    return replace(hardware, cpu=with_changed(hardware.cpu, lambda rate: rate / factor, "optimizer_params_per_s"))
+    return replace(hardware, cpu=_slower(hardware.cpu, factor, "optimizer_params_per_s"))
 
 
-def _slower(hardware: HardwareProfile, factor: float, *names: str) -> HardwareProfile:
-    return with_changed(hardware, lambda rate: rate / factor, *names)
+def _slower(profile: Profile, factor: float, *names: str) -> Profile:
+    return with_changed(profile, lambda rate: rate / factor, *names)

@@ -367,13 +367,12 @@ class RunPlan:
         self._before = now
         if self.now is None or not is_as_planned:
             return None
-        if len(self._steps) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
-            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
+        are_timed = len(self._steps) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED
         if self._tried_after is not None and len(self._steps) == self._num_before_trial + 1 + NUM_STEPS_TRIED:
             tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
             return self._judge(self.now, self._tried_after, tried_s)
-        if self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate:
-            # The plan expects steps that clip, but none of the last steps clipped.
+        # The plan may expect steps that clip, although none of the last steps clipped.
+        if are_timed or (self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate):
             return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
         return None
 

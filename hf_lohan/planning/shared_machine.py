@@ -13,6 +13,7 @@ from typing import Any
 from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
 from hf_lohan.device import Device, available_host_memory_bytes, host_memory_limit_bytes
 from hf_lohan.files.directories import free_bytes, occupied_bytes
+from hf_lohan.hardware.paths import existing_directory
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.store.manifest import rank_of
@@ -89,11 +90,6 @@ def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
     return found
 
 
-def whole_machine(device: Device) -> Share:
-    """Return the share of a single rank."""
-    return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus())
-
-
 def memory_limit_of(ranks: Ranks) -> int | None:
     """Return the bytes of host memory that the limits of this machine's control groups allow each of its ranks."""
     limit = host_memory_limit_bytes()
@@ -101,11 +97,13 @@ def memory_limit_of(ranks: Ranks) -> int | None:
 
 
 def share_of_machine(
-    config: OffloadConfig, device: Device, paths: Sequence[SsdPath], links: Links
+    config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
 ) -> tuple[Share, tuple[SsdPath, ...]]:
     """Return this rank's share, and its ``paths`` with capacities that leave room for the other ranks. All ranks call
     this together, before any rank takes memory. Raises ConfigError if their settings differ."""
     ranks = links.ranks
+    if not ranks.others:
+        return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus()), paths
     offered = links.all_gather("what is free for each rank", _offer(config, device, paths).pack())
     offers = [_Offer.unpack(packed) for packed in offered]
     _refuse_differences(offers)
@@ -151,10 +149,7 @@ def _offer(config: OffloadConfig, device: Device, paths: Sequence[SsdPath]) -> _
 
 
 def _drive(path: str) -> tuple[int, int, int]:
-    existing = path
-    while not os.path.exists(existing):
-        existing = os.path.dirname(existing)
-    return os.stat(existing).st_dev, free_bytes(path), occupied_bytes(path, DATA_NAMES)
+    return os.stat(existing_directory(path)).st_dev, free_bytes(path), occupied_bytes(path, DATA_NAMES)
 
 
 def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:

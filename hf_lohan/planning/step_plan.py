@@ -6,12 +6,12 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, ResolvedConfig, interval_s
 from hf_lohan.costs import (
@@ -23,6 +23,7 @@ from hf_lohan.costs import (
     Durability,
     Fusion,
     HardwareProfile,
+    InMemoryFit,
     ModelProfile,
     OffloadPlan,
     SizeClass,
@@ -92,13 +93,17 @@ class PlannedStep:
         }
 
 
+Measure: TypeAlias = Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile
+"""The hardware, or a function that measures it."""
+
+
 def plan_step(
     model: nn.Module,
     layout: OffloadLayout,
     config: ResolvedConfig,
     shape: StepShape,
     *,
-    measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
+    measure: Measure,
     durability: Durability | None = None,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
@@ -125,40 +130,36 @@ def plan_step(
     ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
     """
 
-    def plan(
-        shape: StepShape,
-        measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
-        chunks: ChunkedLayers | None = chunks,
-    ) -> PlannedStep:
-        return _plan_shape(
-            model,
-            layout,
-            config,
-            shape,
-            measure=measure,
-            durability=durability,
-            device=device,
-            fused_attention=fused_attention,
-            ways=ways,
-            routing=routing or {},
-            chunks=chunks,
-            chunk_tokens=chunk_tokens,
-            is_trial=is_trial,
-            fused=fused,
-        )
-
-    in_turn = plan(shape, measure)
+    planner = _StepPlanner(
+        model=model,
+        layout=layout,
+        config=config,
+        shape=shape,
+        measure=measure,
+        durability=durability,
+        device=device,
+        fused_attention=fused_attention,
+        ways=ways,
+        routing=routing or {},
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        is_trial=is_trial,
+        fused=fused,
+    )
+    in_turn = planner.plan()
     if not may_run_together or shape.num_micro_batches == 1:
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    together = plan(
-        replace(shape, num_micro_batches=1, num_together=num_together),
-        in_turn.hardware,
-        # Layers that fit whole one by one are not cut to run together, because that would change numbers.
-        None if fits_whole and chunk_tokens is None and config.chunks.layers == AUTO else chunks,
+    # Layers that fit whole one by one are not cut to run together, because that would change numbers.
+    stays_whole = fits_whole and chunk_tokens is None and config.chunks.layers == AUTO
+    together = replace(
+        planner,
+        shape=replace(shape, num_micro_batches=1, num_together=num_together),
+        measure=in_turn.hardware,
+        chunks=None if stays_whole else chunks,
     )
-    return _by_best_solver(_better_order(in_turn, together), simulates)
+    return _by_best_solver(_better_order(in_turn, together.plan()), simulates)
 
 
 def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none"] = "own") -> PlannedStep:
@@ -193,171 +194,199 @@ def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
     return replace(in_turn, plan=replace(in_turn.plan, other_order_step_s=together_s if together.plan.fits else None))
 
 
-def _plan_shape(
-    model: nn.Module,
-    layout: OffloadLayout,
-    config: ResolvedConfig,
-    shape: StepShape,
-    *,
-    measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
-    durability: Durability | None,
-    device: torch.device | str,
-    fused_attention: bool,
-    ways: Sequence[Collectives] | None,
-    routing: Mapping[str, Sequence[float]],
-    chunks: ChunkedLayers | None,
-    chunk_tokens: int | None,
-    is_trial: bool,
-    fused: Fusion | None,
-) -> PlannedStep:
-    """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
-    chunked_loss = chunked_loss_of(config)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _StepPlanner:
+    """Plans a step whose micro-batches run in the order of ``shape``. Its fields are arguments of `plan_step`."""
 
-    def trace(
-        chunked_loss: ChunkedLoss | None,
-        chunk_tokens: int | None = None,
-        batch_size: int = shape.batch_size,
-        sequence_length: int = shape.sequence_length,
-    ) -> TracedModel:
+    model: nn.Module
+    layout: OffloadLayout
+    config: ResolvedConfig
+    shape: StepShape
+    measure: Measure
+    durability: Durability | None
+    device: torch.device | str
+    fused_attention: bool
+    ways: Sequence[Collectives] | None
+    routing: Mapping[str, Sequence[float]]
+    chunks: ChunkedLayers | None
+    chunk_tokens: int | None
+    is_trial: bool
+    fused: Fusion | None
+
+    def plan(self) -> PlannedStep:
+        setting, chunk_tokens, advice = self.config.chunks.layers, self.chunk_tokens, None
+        if self.chunks is None:
+            chunk_tokens = None
+        elif self.is_trial:
+            chunk_tokens = chunk_tokens or (setting if isinstance(setting, int) and setting is not False else None)
+        else:
+            setup = training_setup(self.config, self.layout, self.shape, self._asked_durability)
+            choice = ChunkChoice(
+                setting=setting,
+                batch_size=self.shape.batch_size,
+                sequence_length=self.shape.sequence_length,
+                room_bytes=room_to_hold_bytes(self._hardware, setup),
+                profile_of=self._profile_of,
+                plan_of=lambda number: self._planned_in(number).plan,
+            )
+            chunk_tokens, advice = choice.choose(chunk_tokens)
+        found = self._planned_in(chunk_tokens)
+        if found.plan.refusal is None or self.is_trial:
+            return found
+        refusal = self._with_advice(found, chunk_tokens, advice, found.plan.refusal)
+        return replace(found, plan=replace(found.plan, refusal=refusal))
+
+    def _trace(self, chunk_tokens: int | None = None, *, in_memory: bool = False) -> TracedModel:
+        """Trace the model in whole layers, or in chunks. ``in_memory``: as the stock Trainer runs it."""
+        layout, on_paper = self.layout, None
+        if self.chunks is not None and chunk_tokens is not None:
+            on_paper = LayersOnPaper(self.chunks, chunk_tokens, has_costs=not self.is_trial)
         return trace_blocks(
-            model,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            device=device,
-            fused_attention=fused_attention,
-            chunked_loss=chunked_loss,
+            self.model,
+            batch_size=self.shape.batch_size,
+            sequence_length=self.shape.sequence_length,
+            device=self.device,
+            fused_attention=self.fused_attention,
+            chunked_loss=None if in_memory else chunked_loss_of(self.config),
             found=layout.model_blocks if layout.model_blocks.experts or layout.packs else None,
-            on_paper=None
-            if chunks is None or chunk_tokens is None
-            else LayersOnPaper(chunks, chunk_tokens, has_costs=not is_trial),
+            on_paper=on_paper,
         )
 
-    hardware = measure if isinstance(measure, HardwareProfile) else measure(trace(chunked_loss), shape)
-    in_memory = None
-    if not is_trial:
-        device_bytes = hardware.device.memory_bytes
-        if config.device_memory != AUTO:
-            device_bytes = min(device_bytes, config.device_memory)
-        in_memory = fits_without_offloading(
-            trace(None).profile, device_bytes, has_allocator=not hardware.device.shares_cpu
-        )
+    @cached_property
+    def _hardware(self) -> HardwareProfile:
+        measure = self.measure
+        return measure if isinstance(measure, HardwareProfile) else measure(self._trace(), self.shape)
 
-    keys = (0, 0)
-    if config.ranks.per_row > 1 and chunks is not None:  # a few tokens show the sizes of all
-        few = trace(chunked_loss, _FEW_TOKENS // 2, batch_size=1, sequence_length=_FEW_TOKENS)
-        keys = few.keys if any(few.keys) else (key_numel(getattr(model, "config", None)), few.profile.param_itemsize)
+    @cached_property
+    def _in_memory(self) -> InMemoryFit | None:
+        """Whether the step fits the device without offloading; None on trial."""
+        if self.is_trial:
+            return None
+        device, limit = self._hardware.device, self.config.device_memory
+        device_bytes = device.memory_bytes if limit == AUTO else min(device.memory_bytes, limit)
+        profile = self._trace(in_memory=True).profile
+        return fits_without_offloading(profile, device_bytes, has_allocator=not device.shares_cpu)
 
-    @functools.cache
-    def profile_of(chunk_tokens: int | None) -> ModelProfile:
-        profile = trace(chunked_loss, chunk_tokens).profile
-        profile = profile if fused is None else profile.fused(fused)
-        if config.activations == "keep":
+    @cached_property
+    def _keys(self) -> tuple[int, int]:
+        """`TracedModel.keys` of rows that ranks share."""
+        if self.config.ranks.per_row == 1 or self.chunks is None:
+            return (0, 0)
+        # A few tokens show the sizes of all.
+        few = replace(self, shape=StepShape(1, _FEW_TOKENS))._trace(_FEW_TOKENS // 2)
+        by_config = key_numel(getattr(self.model, "config", None)), few.profile.param_itemsize
+        return few.keys if any(few.keys) else by_config
+
+    @cached_property
+    def _profile_of(self) -> Callable[[int | None], ModelProfile]:
+        """Returns the profile for a number of tokens in a chunk, or for whole layers."""
+        return functools.cache(self._make_profile)
+
+    def _make_profile(self, chunk_tokens: int | None) -> ModelProfile:
+        blocks, num_ranks = self.layout.model_blocks, self.config.ranks.per_row
+        profile = self._trace(chunk_tokens).profile
+        profile = profile if self.fused is None else profile.fused(self.fused)
+        if self.config.activations == "keep":
             profile = made_again(profile)
-        if config.ranks.per_row > 1:
-            in_ram = hardware.device.shares_cpu  # the device uses the keys where the ranks share them
-            profile = with_keys_of_other_ranks(profile, keys, config.ranks.per_row, in_ram=in_ram)
-        profile = with_owners(with_rows(profile, layout.model_blocks), layout.model_blocks)
-        return profile_together(profile.routed(routing), shape.num_together)
+        if num_ranks > 1:
+            in_ram = self._hardware.device.shares_cpu  # the device uses the keys where the ranks share them
+            profile = with_keys_of_other_ranks(profile, self._keys, num_ranks, in_ram=in_ram)
+        profile = with_owners(with_rows(profile, blocks), blocks)
+        return profile_together(profile.routed(self.routing), self.shape.num_together)
 
-    def planned(
+    @property
+    def _asked_durability(self) -> Durability:
+        return self.durability or ("step" if self.config.durability == "auto" else self.config.durability)
+
+    @cached_property
+    def _planned_in(self) -> Callable[[int | None], PlannedStep]:
+        """Returns the plan for a number of tokens in a chunk, or for whole layers."""
+        return functools.cache(self._plan_chunks)
+
+    def _plan_chunks(self, chunk_tokens: int | None) -> PlannedStep:
+        profile = self._profile_of(chunk_tokens)
+        plan = functools.partial(self._plan_profile, profile, self.layout, self.config, chunk_tokens=chunk_tokens)
+        found = plan(self._asked_durability)
+        if not found.plan.fits and self.durability is None and self.config.durability == "auto":
+            one_version = plan("checkpoint")
+            found = one_version if one_version.plan.fits else found
+        is_cut = any(layer.num_chunks > 1 for layer in profile.layers)
+        return replace(found, plan=replace(found.plan, chunk_tokens=chunk_tokens if is_cut else None))
+
+    def _plan_profile(
+        self,
         profile: ModelProfile,
         layout: OffloadLayout,
         config: ResolvedConfig,
         durability: Durability,
+        *,
         chunk_tokens: int | None,
     ) -> PlannedStep:
+        """Return the best plan of all ways to exchange weights and all divisions of the RAM."""
+        shape, hardware = self.shape, self._hardware
         if config.ranks.per_row > 1:
-            keys_bytes = shared_key_bytes(profile, keys, config.ranks.per_row, chunk_tokens)
+            keys_bytes = shared_key_bytes(profile, self._keys, config.ranks.per_row, chunk_tokens)
             layout = with_shared_keys(layout, keys_bytes)
 
         def plan_split(split: OffloadLayout) -> PlannedStep:
             setup = training_setup(config, split, shape, durability)
             plan = plan_offload(profile, hardware, setup)
-            plan = replace(plan, in_memory=in_memory or plan.in_memory)
+            plan = replace(plan, in_memory=self._in_memory or plan.in_memory)
             whole = replace(split, is_split=True)
             return PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)
 
         laid_out = [layout]
         if layout.collectives is None:
-            in_order = sorted(layout.ways_to_plan(ways), key=lambda way: not layout.has_ram_for(way))
+            in_order = sorted(layout.ways_to_plan(self.ways), key=lambda way: not layout.has_ram_for(way))
             laid_out = [layout.with_collectives(way) for way in in_order]
         by_way = [_best_split([plan_split(split) for split in own.ram_splits()]) for own in laid_out]
         index, tried_ways = fastest_way([planned.plan for planned in by_way])
         best = by_way[index]
         return replace(best, plan=replace(best.plan, tried_ways=tried_ways))
 
-    asked = durability or ("step" if config.durability == "auto" else config.durability)
+    def _with_advice(self, found: PlannedStep, chunk_tokens: int | None, advice: str | None, refusal: str) -> str:
+        """Return the refusal of ``found`` with the settings that would help."""
+        config, layout, plan = self.config, self.layout, found.plan
 
-    @functools.cache
-    def planned_in(chunk_tokens: int | None) -> PlannedStep:
-        profile = profile_of(chunk_tokens)
-        found = planned(profile, layout, config, asked, chunk_tokens)
-        if not found.plan.fits and durability is None and config.durability == "auto":
-            one_version = planned(profile, layout, config, "checkpoint", chunk_tokens)
-            found = one_version if one_version.plan.fits else found
-        is_cut = any(layer.num_chunks > 1 for layer in profile.layers)
-        return replace(found, plan=replace(found.plan, chunk_tokens=chunk_tokens if is_cut else None))
+        def planned_with(other: ResolvedConfig) -> OffloadPlan | None:
+            """Return the plan with other settings; None if the slots or buffers do not fit."""
+            try:
+                other_layout = lay_out(
+                    self.model,
+                    other,
+                    working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
+                    hold_gradients=layout.holds_gradients,
+                    sums_gradients=not layout.keeps_gradient_dtypes,
+                    memory_is_host=self._hardware.device.shares_cpu,
+                    rules=layout.rules,
+                    ranks=layout.ranks,
+                    owners=owners_of(layout.model_blocks) or None,
+                )
+            except BudgetError:
+                return None
+            return self._plan_profile(
+                found.profile, other_layout, other, self._asked_durability, chunk_tokens=chunk_tokens
+            ).plan
 
-    advice = None
-    if is_trial:
-        setting = config.chunks.layers
-        chunk_tokens = chunk_tokens or (setting if isinstance(setting, int) and setting is not False else None)
-        return planned_in(chunk_tokens if chunks is not None else None)
-    if chunks is not None:
-        choice = ChunkChoice(
-            setting=config.chunks.layers,
-            batch_size=shape.batch_size,
-            sequence_length=shape.sequence_length,
-            room_bytes=room_to_hold_bytes(hardware, training_setup(config, layout, shape, asked)),
-            profile_of=profile_of,
-            plan_of=lambda number: planned_in(number).plan,
-        )
-        chunk_tokens, advice = choice.choose(chunk_tokens)
-    found = planned_in(chunk_tokens if chunks is not None else None)
-    reason = None
-    if chunks is not None and chunk_tokens is not None:
-        reason = trace(chunked_loss, chunk_tokens).whole_because
-
-    def planned_with(other: ResolvedConfig) -> OffloadPlan | None:
-        """Return the plan with other settings; None if the slots or buffers do not fit."""
-        try:
-            other_layout = lay_out(
-                model,
-                other,
-                working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
-                hold_gradients=layout.holds_gradients,
-                sums_gradients=not layout.keeps_gradient_dtypes,
-                memory_is_host=hardware.device.shares_cpu,
-                rules=layout.rules,
-                ranks=layout.ranks,
-                owners=owners_of(layout.model_blocks) or None,
+        if advice is not None:
+            refusal = f"{refusal}, or {advice}"
+        if config.device_memory != AUTO and plan.least_device_bytes > config.device_memory:
+            least_bytes = _least_bytes(
+                plan, lambda size: planned_with(config.with_device_memory(size)), lambda plan: plan.least_device_bytes
             )
-        except BudgetError:
-            return None
-        return planned(found.profile, other_layout, other, asked, chunk_tokens).plan
-
-    refusal = found.plan.refusal
-    if refusal is not None and advice is not None:
-        refusal = f"{refusal}, or {advice}"
-    if refusal is not None and config.device_memory != AUTO and found.plan.least_device_bytes > config.device_memory:
-        least_bytes = _least_bytes(
-            found.plan, lambda size: planned_with(config.with_device_memory(size)), lambda plan: plan.least_device_bytes
-        )
-        refusal = refusal.replace(
-            device_memory_advice(found.plan.least_device_bytes), device_memory_advice(least_bytes)
-        )
-    if refusal is not None and found.lacks_ram and config.ranks.per_row > 1:
-        least_bytes = _least_bytes(
-            found.plan, lambda size: planned_with(replace(config, cpu_memory=size)), lambda plan: plan.cpu_bytes
-        )
-        refusal = refusal.replace(cpu_memory_advice(found.plan.cpu_bytes), cpu_memory_advice(least_bytes))
-    if refusal is not None and config.prefetch_blocks != 1 and not found.lacks_ram:
-        with_fewer_slots = planned_with(replace(config, prefetch_blocks=1))
-        if with_fewer_slots is not None and with_fewer_slots.fits:
-            refusal = f"{refusal}, or set prefetch_blocks to 1"
-    if refusal is not None and reason is not None:
-        refusal = f"{refusal}; layers are not cut into chunks, because each {reason}"
-    return replace(found, plan=replace(found.plan, refusal=refusal))
+            refusal = refusal.replace(device_memory_advice(plan.least_device_bytes), device_memory_advice(least_bytes))
+        if found.lacks_ram and config.ranks.per_row > 1:
+            least_bytes = _least_bytes(
+                plan, lambda size: planned_with(replace(config, cpu_memory=size)), lambda plan: plan.cpu_bytes
+            )
+            refusal = refusal.replace(cpu_memory_advice(plan.cpu_bytes), cpu_memory_advice(least_bytes))
+        if config.prefetch_blocks != 1 and not found.lacks_ram:
+            with_fewer_slots = planned_with(replace(config, prefetch_blocks=1))
+            if with_fewer_slots is not None and with_fewer_slots.fits:
+                refusal = f"{refusal}, or set prefetch_blocks to 1"
+        if chunk_tokens is not None and (reason := self._trace(chunk_tokens).whole_because) is not None:
+            refusal = f"{refusal}; layers are not cut into chunks, because each {reason}"
+        return refusal
 
 
 _MOST_SIZES_TRIED = 8

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from hf_lohan.annexes.studies.simulation.block_work import StepRules, block_works
+from hf_lohan.annexes.studies.simulation.block_work import block_works
 from hf_lohan.annexes.studies.simulation.simulated_step import lane_rules
 from hf_lohan.annexes.studies.simulation.step_tasks import DEFAULT_SLOTS, order_loads
 from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, Placement, TrainingSetup
@@ -80,20 +81,8 @@ def least_step_s(model: ModelProfile, hardware: HardwareProfile, setup: Training
         layer.name: {INPUT: Placement.GPU, **{own.name: Placement.GPU for own in layer.operations}}
         for layer in model.layers
     }
-    committed = 1 / plan.commit_every_steps if plan.commit_every_steps else 0.0
-    works = block_works(
-        model,
-        hardware,
-        setup,
-        StepRules(
-            activations=all_away,
-            clip=plan.clip,
-            fetch_ahead=1,
-            layers_leaving=2,
-            spilled_gradient_bytes=0.0,
-            committed_fraction=committed,
-        ),
-    )
+    plan = replace(plan, activations=all_away, prediction=replace(plan.prediction, spilled_gradient_bytes=0))
+    works = block_works(model, hardware, replace(setup, commit_every_steps=plan.commit_every_steps), plan)
     uses = [*works, *reversed(works)]
     num_intervals, num_blocks = len(uses), len(works)
     program = _Program()

@@ -262,10 +262,10 @@ def test_weights_get_copies_in_ram_before_states() -> None:
     records = records_of(model)
     setup = paper_setup(records=records, record_cpu_bytes=2 * 200 + 350, activation_cpu_bytes=0)
     plan = plan_offload(model, machine(ssd_read_bytes_per_s=1.0), setup)
-    assert plan.resident_blocks("param") == ["layers.0", "layers.1", "layers.2"]
-    assert plan.resident_blocks("states") == []
+    assert {record.kind for record in plan.resident} == {"param"}
+    assert [record.block for record in plan.resident] == ["layers.0", "layers.1", "layers.2"]
     more = plan_offload(model, machine(ssd_read_bytes_per_s=1.0), replace(setup, record_cpu_bytes=600 + 2 * 1200))
-    assert len(more.resident_blocks("states")) == 2
+    assert sum(record.kind == "states" for record in more.resident) == 2
     assert plan.prediction.ssd_read_bytes_per_step - more.prediction.ssd_read_bytes_per_step == 2 * 1200
 
 

@@ -134,14 +134,14 @@ def test_blocks_of_the_arena_take_what_the_plan_counts_for_layers_that_come_back
         return tensor
 
     taken: list[tuple[int, int]] = []
-    on_backward = tiers.on_backward
+    begin_backward = tiers.begin_backward
 
     def noted(frame: Any) -> None:
-        on_backward(frame)
+        begin_backward(frame)
         tiers.swapper.wait_until_idle()
         taken.append((int(frame.block_name), sum(size for storage, size in memory if not storage.expired())))
 
-    device.empty, arena.empty, tiers.on_backward = block_of, tensor_of, noted  # type: ignore[method-assign]
+    device.empty, arena.empty, tiers.begin_backward = block_of, tensor_of, noted  # type: ignore[method-assign]
     for number in range(3):
         tiers.begin_forward()
         ours.zero_grad()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hf_lohan.hardware.paths import drive_of, existing_directory, mount_of
 
-MOUNT_INFO = r"""
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda1 rw,discard
-30 27 259:2 / /data rw - xfs /dev/nvme0n1p2 rw
-31 27 0:40 /a /data/with\040space rw - btrfs /dev/sdb rw
-32 27 0:41 / /data/covered rw - tmpfs tmpfs rw
-33 27 0:42 / /data/covered rw - nfs4 server:/export rw
-broken line
-"""
+MOUNTS = [
+    ("/proc", "proc", "proc"),
+    ("/", "ext4", "/dev/vda1"),
+    ("/data", "xfs", "/dev/nvme0n1p2"),
+    ("/data/with space", "btrfs", "/dev/sdb"),
+    ("/data/covered", "tmpfs", "tmpfs"),
+    ("/data/covered", "nfs4", "server:/export"),
+]
 
 
 @pytest.mark.parametrize(
@@ -30,9 +31,12 @@ broken line
         ("/data/covered", "nfs4", "server:/export"),
     ],
 )
-def test_the_nearest_mount_above(directory: str, file_system: str, source: str) -> None:
-    mount = mount_of(directory, MOUNT_INFO)
-    assert (mount.file_system, mount.source) == (file_system, source)
+def test_the_nearest_mount_above(
+    monkeypatch: pytest.MonkeyPatch, directory: str, file_system: str, source: str
+) -> None:
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind, device=device) for point, kind, device in MOUNTS]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda *, all: mounts)
+    assert mount_of(directory) == (file_system, source)
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -40,8 +44,9 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert mount_of(str(tmp_path / "link")).file_system == "proc"
 
 
-def test_the_file_system_is_unknown_without_mounts() -> None:
-    assert mount_of("/data", "").file_system == ""
+def test_the_file_system_is_unknown_without_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "disk_partitions", lambda *, all: [])
+    assert mount_of("/data").file_system == ""
 
 
 def test_a_file_system_without_a_drive() -> None:

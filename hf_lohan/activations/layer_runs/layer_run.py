@@ -61,7 +61,8 @@ class CutLayer(Protocol):
 
     layer: nn.Module
     name: str
-    frames: ChunkFrames
+    frames: ChunkFrames | None
+    """None for a trace alone."""
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward."""
@@ -77,18 +78,19 @@ class LayerRun:
         groups: Sequence[Sequence[TokenRange]],
         state: ModuleState | None = None,
         *,
-        has_frames: bool = False,
+        runs_again: bool = False,
     ) -> None:
         """``state``: the state before the forward, which all chunks read. Without it, as in a trace, chunks read the
-        state that earlier chunks have left."""
+        state that earlier chunks have left. ``runs_again``: a backward will run the chunks again."""
         self._layer = layer
         self._state = state
         self._has_run = False
         """Whether a chunk has run. The first chunk leaves the state as a forward of the whole layer does."""
         self._random: dict[TokenRange, RandomNumbers] = {}
         """The state of the random generators before each chunk's forward."""
-        self._has_frames = has_frames
-        self._empty: Empty = layer.frames.empty if has_frames else new_empty
+        self._runs_again = runs_again
+        self._chunk_frames = layer.frames if runs_again else None
+        self._empty: Empty = new_empty if self._chunk_frames is None else self._chunk_frames.empty
         self._inputs = inputs
         self._groups = groups
         self._form: Any = None
@@ -109,12 +111,12 @@ class LayerRun:
         """Return the output, and the recorded outputs."""
         kind = hidden.device.type
         self._autocast_state = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        frames, name = self._layer.frames, self._layer.name
+        frames = self._chunk_frames
         outputs: list[Tensor] = []
         for group in self._groups:
             cache = self.begin_group(hidden, group)
             for tokens in group:
-                frame = frames.begin_chunk(name) if self._has_frames else None
+                frame = None if frames is None else frames.begin_chunk(self._layer.name)
                 if frame is not None:
                     self._frames[tokens] = frame
                 with frame.contexts()[0] if frame is not None else contextlib.nullcontext():
@@ -137,10 +139,11 @@ class LayerRun:
 
     def store_input(self, hidden: Tensor) -> Tensor | StoredTensor:
         """Return the object that is kept for the layer's input."""
-        frames, name = self._layer.frames, self._layer.name
-        frame = self._input_frame = frames.begin_input(name) if self._has_frames else None
+        frames, name = self._chunk_frames, self._layer.name
+        frame = self._input_frame = None if frames is None else frames.begin_input(name)
         stored = hidden if frame is None else frame.store_input(hidden)
-        frames.end_layer(name)
+        if self._layer.frames is not None:
+            self._layer.frames.end_layer(name)
         return stored
 
     def load_input(self, stored: StoredTensor) -> Tensor:
@@ -157,7 +160,7 @@ class LayerRun:
                 stack.enter_context(self._state.restored())
             if tokens in self._random:
                 stack.enter_context(self._random[tokens].again())
-            elif self._has_frames:
+            elif self._runs_again:
                 self._random[tokens] = RandomNumbers(hidden)
             stack.enter_context(_without_checkpointing(self._layer.layer))
             named = stack.enter_context(self._inputs.recording())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,30 +29,12 @@ _NUM_KEY_PLACES = 2
 the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
 
 
+@dataclass(frozen=True, eq=False)
 class RowsOfRanks:
-    """The rows of one forward, which the ranks of `RowLinks` share (`SharedRows`)."""
+    """The rows of one forward, which the ranks of `RowLinks` share."""
 
-    def __init__(self, pieces: RowPieces, memory: RowMemory) -> None:
-        self.pieces = pieces
-        self.memory = memory
-
-    @property
-    def num_tokens(self) -> int:
-        return self.pieces.num_tokens
-
-    def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
-        return self.pieces.cut(num_rows, chunk_tokens)
-
-    def make_run(
-        self,
-        layer: CutLayer,
-        inputs: LayerInputs,
-        groups: Sequence[Sequence[TokenRange]],
-        state: ModuleState,
-        *,
-        has_frames: bool,
-    ) -> SharedRun:
-        return SharedRun(layer, inputs, groups, state, self, has_frames=has_frames)
+    pieces: RowPieces
+    memory: RowMemory
 
 
 def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
@@ -205,9 +188,9 @@ class SharedRun(LayerRun):
         state: ModuleState,
         rows: RowsOfRanks,
         *,
-        has_frames: bool,
+        runs_again: bool,
     ) -> None:
-        super().__init__(layer, inputs, groups, state, has_frames=has_frames)
+        super().__init__(layer, inputs, groups, state, runs_again=runs_again)
         self._rows = rows
         self._name = layer.name
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from hf_lohan.files import StorageError
 from hf_lohan.model import Block, RowIds, rows_between
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links, RanksDisagreeError, Rounds, bytes_of
-from hf_lohan.store import RecordRead
+from hf_lohan.store import RecordRead, Store
 from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.updates import GradientPipeline
 from hf_lohan.weights import RowLoads, SlotRing
 from hf_lohan.weights.shared_source import StaleError, stale_error
 
@@ -36,7 +37,7 @@ _HEAD = struct.Struct("<qqB")
 
 
 def open_rows(
-    layout: OffloadLayout, device: Device, store: RowReader, updates: SettledUpdates, links: Links, changes: SlotRing
+    layout: OffloadLayout, device: Device, store: Store, updates: GradientPipeline, links: Links, changes: SlotRing
 ) -> EmbeddingRows:
     """Return the `EmbeddingRows` of the layout's table. All ranks call this together. ``changes`` counts the changes of
     weights."""
@@ -52,39 +53,11 @@ def open_rows(
     return EmbeddingRows(device, ShardedRows(own, links, changes, buffer()), buffer())
 
 
-class RowReader(Protocol):
-    """Reads parts of a record, from RAM or in whole granules."""
-
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead: ...
-
-    def read_from_ram(self, block: str, kind: str, start_numel: int, out: Tensor) -> bool: ...
-
-
-class SettledUpdates(Protocol):
-    """Lets readers of a block wait for its updates."""
-
-    def settle(self, block: Block) -> None: ...
-
-    def copy_new(self, block: Block, start: int, out: Tensor) -> list[tuple[int, int]] | None: ...
-
-
-class RowSource(Protocol):
-    """Reads rows of the table. The computing thread calls it."""
-
-    def settle(self) -> None:
-        """Wait until no update of the table is outstanding."""
-
-    def fill(self, ids: RowIds, out: Tensor) -> None:
-        """Fill ``out`` [len(ids), width] in host memory."""
-
-    def close(self) -> None: ...
-
-
 class OwnRows:
     """Reads rows from this rank's store, which has the table or a shard of it. A row comes from an update that is not
     written yet, from the copy of the record in RAM, or from the SSD. Only granules with requested rows are read."""
 
-    def __init__(self, table: Block, rank: int, store: RowReader, updates: SettledUpdates, granules: Tensor) -> None:
+    def __init__(self, table: Block, rank: int, store: Store, updates: GradientPipeline, granules: Tensor) -> None:
         """``granules``: page-aligned memory for granules that are read, uint8."""
         self.table = table
         self.rank = rank
@@ -104,6 +77,7 @@ class OwnRows:
         return start - self._part.start, stop - self._part.start
 
     def settle(self) -> None:
+        """Wait until no update of the table is outstanding."""
         self._updates.settle(self.table)
 
     def fill(self, ids: RowIds, out: Tensor) -> None:
@@ -267,7 +241,7 @@ class ShardedRows(Rounds):
 class EmbeddingRows(RowLoads):
     """Brings the rows of a batch's tokens to the device."""
 
-    def __init__(self, device: Device, source: RowSource, landing: Tensor | None) -> None:
+    def __init__(self, device: Device, source: OwnRows | ShardedRows, landing: Tensor | None) -> None:
         """``landing``: host memory from which rows are copied to the device. None if the device uses host memory."""
         self._device = device
         self._source = source
@@ -335,7 +309,7 @@ class EmbeddingRows(RowLoads):
 class _GranuleBatch:
     """Granules that are read together, and the rows that are copied from them."""
 
-    def __init__(self, block: Block, store: RowReader, memory: Tensor) -> None:
+    def __init__(self, block: Block, store: Store, memory: Tensor) -> None:
         """``memory``: page-aligned memory for granules, in the block's dtype."""
         self._block = block
         self._store = store

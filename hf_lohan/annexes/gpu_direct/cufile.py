@@ -1,7 +1,7 @@
 """GPUDirect Storage: reads and writes between files and device memory, without host memory.
 
-`CuFileLibrary` calls NVIDIA's libcufile directly, and `KvikioLibrary` calls it through kvikio. `CuFileBackend` is a
-`FileBackend` that uses one of them. Compatibility mode, in which libcufile copies through host memory, is forbidden.
+`CuFileLibrary` calls NVIDIA's libcufile, and `CuFileBackend` is a `FileBackend` that uses it. Compatibility mode, in
+which libcufile copies through host memory, is forbidden.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from hf_lohan.files.data_file import DeviceIoError, DeviceSpan, FileBackend
 from hf_lohan.files.directories import SECTOR_BYTES
@@ -117,30 +117,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 """The eight functions of libcufile that we call."""
 
 
-class DirectLibrary(Protocol):
-    """Moves bytes between open files and device memory. Raises `DeviceIoError`. Thread-safe."""
-
-    def register_file(self, fd: int) -> Any:
-        """Return a handle for a file that is open with O_DIRECT."""
-
-    def forget_file(self, handle: Any) -> None: ...
-
-    def register_memory(self, address: int, num_bytes: int) -> None:
-        """Pin an allocation for direct transfers. Without this, data are copied once more on the device."""
-
-    def forget_memory(self, address: int) -> None: ...
-
-    def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
-        """Read from ``offset`` in the file to ``span``. Returns the number of bytes read, which may be smaller."""
-
-    def write(self, handle: Any, span: DeviceSpan, offset: int) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class CuFileLibrary:
     """Calls eight functions of libcufile, which torch's CUDA wheels install. The driver is open until `close`. Calls
-    release the GIL."""
+    release the GIL, may come from any thread, and raise `DeviceIoError`."""
 
     def __init__(self, functions: Any = None) -> None:
         """``functions``: an object with libcufile's functions, such as a test double. Raises `DeviceIoError` if the
@@ -150,6 +129,7 @@ class CuFileLibrary:
             self._check("cuFileDriverOpen", self._functions.cuFileDriverOpen())
 
     def register_file(self, fd: int) -> int:
+        """Return a handle for a file that is open with O_DIRECT."""
         handle = ctypes.c_void_p()
         description = FileDescription(_OPAQUE_FD, _FileReference(fd=fd), None)
         status = self._functions.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(description))
@@ -160,12 +140,14 @@ class CuFileLibrary:
         self._functions.cuFileHandleDeregister(handle)
 
     def register_memory(self, address: int, num_bytes: int) -> None:
+        """Pin an allocation for direct transfers. Without this, data are copied once more on the device."""
         self._check("cuFileBufRegister", self._functions.cuFileBufRegister(address, num_bytes, 0))
 
     def forget_memory(self, address: int) -> None:
         self._check("cuFileBufDeregister", self._functions.cuFileBufDeregister(address))
 
     def read(self, handle: int, span: DeviceSpan, offset: int) -> int:
+        """Read from ``offset`` in the file to ``span``. Returns the number of bytes read, which may be smaller."""
         return self._moved("cuFileRead", handle, span, offset)
 
     def write(self, handle: int, span: DeviceSpan, offset: int) -> int:
@@ -239,90 +221,15 @@ def _settings_without_compatibility() -> Iterator[None]:
             os.environ.update(before)
 
 
-class KvikioLibrary:
-    """Makes the same transfers through kvikio. kvikio waits for the device's default stream on every call, so
-    `CuFileLibrary` is preferred. Compatibility mode is refused too."""
-
-    def __init__(self, *, allows_host_copies: bool = False) -> None:
-        """``allows_host_copies``: use kvikio's compatibility mode, for tests without a driver."""
-        try:
-            import kvikio
-            import kvikio.defaults
-        except (ImportError, OSError, RuntimeError) as error:
-            raise DeviceIoError(errno.ENOENT, f"kvikio cannot be imported ({error})") from error
-        self._kvikio = kvikio
-        kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON if allows_host_copies else kvikio.CompatMode.OFF)
-
-    def register_file(self, fd: int) -> Any:
-        with _errors_of("kvikio.CuFile"):
-            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+")
-
-    def forget_file(self, handle: Any) -> None:
-        handle.close()
-
-    def register_memory(self, address: int, num_bytes: int) -> None:
-        with _errors_of("kvikio.memory_register"):
-            self._kvikio.memory_register(_CudaArray(address, num_bytes))
-
-    def forget_memory(self, address: int) -> None:
-        with _errors_of("kvikio.memory_deregister"):
-            self._kvikio.memory_deregister(_CudaArray(address, 1))
-
-    def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
-        with _errors_of("kvikio's raw_read"):
-            return int(handle.raw_read(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
-
-    def write(self, handle: Any, span: DeviceSpan, offset: int) -> int:
-        with _errors_of("kvikio's raw_write"):
-            return int(handle.raw_write(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
-
-    def close(self) -> None:
-        """Do nothing, because kvikio closes the driver when the process ends."""
-
-
-class _CudaArray:
-    """Device memory with the interface that kvikio needs."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
-
-    @classmethod
-    def of(cls, span: DeviceSpan) -> _CudaArray:
-        return cls(span.base + span.offset, span.nbytes)
-
-
-@contextmanager
-def _errors_of(call: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError) as error:
-        raise DeviceIoError(errno.EIO, f"{call} failed ({error})") from error
-
-
-def open_direct_library() -> DirectLibrary:
-    """Open libcufile, or kvikio if libcufile is not found. Raises `DeviceIoError`."""
-    try:
-        return CuFileLibrary()
-    except DeviceIoError as error:
-        if error.errno != errno.ENOENT or importlib.util.find_spec("kvikio") is None:
-            raise
-    return KvikioLibrary()
-
-
 class CuFileBackend(FileBackend):
-    """Transfers device memory with a `DirectLibrary`, and host memory with system calls. Transfers of device memory
-    begin and end at whole sectors of the file. A file is registered at its first transfer of device memory."""
+    """Transfers device memory with libcufile, and host memory with system calls. Transfers of device memory begin and
+    end at whole sectors of the file. A file is registered at its first transfer of device memory."""
 
-    def __init__(
-        self, library: DirectLibrary, enter_thread: Callable[[], object] = lambda: None, host: FileBackend | None = None
-    ) -> None:
-        """``enter_thread`` makes the device current in the calling thread. ``host`` makes the system calls."""
+    def __init__(self, library: CuFileLibrary, enter_thread: Callable[[], object] = lambda: None) -> None:
+        """``enter_thread`` makes the device current in the calling thread."""
         self._library = library
         self._enter_thread = enter_thread
-        self._host = host or FileBackend()
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, int] = {}
         self._memory: list[int] = []
         self._lock = threading.Lock()
         self._here = threading.local()
@@ -332,21 +239,12 @@ class CuFileBackend(FileBackend):
         self.direct_write_bytes = 0
         """Bytes written from device memory so far."""
 
-    def open(self, path: str, flags: int) -> int:
-        return self._host.open(path, flags)
-
     def close(self, fd: int) -> None:
         with self._lock:
             handle = self._handles.pop(fd, None)
         if handle is not None:
             self._library.forget_file(handle)
-        self._host.close(fd)
-
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        return self._host.read(fd, offset, views)
-
-    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        return self._host.write(fd, offset, views)
+        super().close(fd)
 
     def read_to_device(self, fd: int, offset: int, span: DeviceSpan) -> int:
         moved_bytes = self._move(self._library.read, fd, offset, span)
@@ -359,15 +257,6 @@ class CuFileBackend(FileBackend):
         with self._lock:
             self.direct_write_bytes += moved_bytes
         return moved_bytes
-
-    def allocate(self, fd: int, num_bytes: int) -> None:
-        self._host.allocate(fd, num_bytes)
-
-    def sync(self, fd: int) -> None:
-        self._host.sync(fd)
-
-    def set_buffered(self, fd: int) -> None:
-        self._host.set_buffered(fd)
 
     def register_memory(self, address: int, num_bytes: int) -> bool:
         """Pin an allocation until `close_library`, because many transfers use it. Returns False if this is refused.
@@ -395,7 +284,7 @@ class CuFileBackend(FileBackend):
         with suppress(DeviceIoError):  # the driver may stay open without harm until the process ends
             self._library.close()
 
-    def _move(self, call: Callable[[Any, DeviceSpan, int], int], fd: int, offset: int, span: DeviceSpan) -> int:
+    def _move(self, call: Callable[[int, DeviceSpan, int], int], fd: int, offset: int, span: DeviceSpan) -> int:
         assert offset % SECTOR_BYTES == 0 and span.nbytes % SECTOR_BYTES == 0, "device memory moves in whole sectors"
         if not getattr(self._here, "has_entered", False):
             self._enter_thread()
@@ -414,7 +303,7 @@ class CuFileBackend(FileBackend):
             raise DeviceIoError(errno.EIO, f"libcufile moved {moved_bytes} bytes, which is less than a sector")
         return whole_bytes
 
-    def _handle(self, fd: int) -> Any:
+    def _handle(self, fd: int) -> int:
         with self._lock:
             if fd not in self._handles:
                 self._handles[fd] = self._library.register_file(fd)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_lohan.costs.address_plan import ALIGN_BYTES, Allocation, aligned, live_bytes, plan_addresses
+from hf_lohan.costs.address_plan import ALIGN_BYTES, Life, aligned, live_bytes, plan_addresses
 
 _MIB = 1 << 20
 
@@ -26,7 +26,7 @@ class Addresses:
     """Memory that PyTorch's caching allocator reserves with `expandable_segments:True`."""
 
 
-def compare_addresses(tensors: Sequence[Allocation]) -> Addresses:
+def compare_addresses(tensors: Sequence[Life]) -> Addresses:
     """Return the memory that tensors take with each way to assign addresses."""
     return Addresses(
         live_bytes=live_bytes(tensors),
@@ -155,7 +155,7 @@ class CachingAllocator:
         return self._block_at.pop(block.address)
 
 
-def _reserved_bytes(tensors: Sequence[Allocation], *, is_expandable: bool) -> int:
+def _reserved_bytes(tensors: Sequence[Life], *, is_expandable: bool) -> int:
     """Return the bytes that the caching allocator reserves for two equal steps."""
     changes = [(tensor.born, 1, number) for number, tensor in enumerate(tensors)]
     changes += [(tensor.died, 0, number) for number, tensor in enumerate(tensors)]

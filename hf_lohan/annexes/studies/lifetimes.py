@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.annexes.studies.allocators import Addresses, compare_addresses
+from hf_lohan.costs.address_plan import Life
 from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.quantization import DEVICE_MEMORY_BYTES_PER_S
 
@@ -161,7 +162,7 @@ class StepLifetimes:
     def addresses(self) -> Addresses:
         """Return the device memory that the tensors of operations take, with planned addresses and with PyTorch's
         allocator. Takes a second for ten thousand tensors."""
-        return compare_addresses(self._traced)
+        return compare_addresses([Life(own.num_bytes, own.born, own.died) for own in self._traced])
 
     def kinds(self, hardware: HardwareProfile) -> dict[TensorKind, KindSummary]:
         """Return a summary of each kind that has tensors."""
@@ -234,22 +235,16 @@ def step_lifetimes(
     updates: Mapping[str, int] = {block: len(operations) + number for number, block in enumerate(updated)}
     rate = hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S
     found = [tensor for tensor in tensors if tensor.kind != "gradient" or tensor.name not in gradients]
+
+    def keep(weight: Weight, kind: TensorKind, num_bytes: int, uses: list[int]) -> None:
+        own = TensorLifetime(weight.name, weight.block, kind, num_bytes, 0, num_operations, uses, is_kept=True)
+        found.append(own)
+
     for block, own in of_block.items():
         moved_bytes = 0
         for weight in own:
             update = [updates[block]] if weight.state_bytes else []
-            found.append(
-                TensorLifetime(
-                    weight.name,
-                    block,
-                    "param",
-                    weight.num_bytes,
-                    0,
-                    num_operations,
-                    [*weight.uses, *update],
-                    is_kept=True,
-                )
-            )
+            keep(weight, "param", weight.num_bytes, [*weight.uses, *update])
             if not weight.state_bytes:
                 continue
             moved_bytes += 2 * weight.state_bytes + 2 * weight.num_bytes + weight.gradient_bytes
@@ -261,9 +256,7 @@ def step_lifetimes(
                     weight.name, block, "gradient", weight.gradient_bytes, born, update[0] + 1, [*uses, *update]
                 )
             )
-            found.append(
-                TensorLifetime(weight.name, block, "state", weight.state_bytes, 0, num_operations, update, is_kept=True)
-            )
+            keep(weight, "state", weight.state_bytes, update)
         if block in updated:
             seconds.append(moved_bytes / rate)
     return StepLifetimes(seconds, found, tensors)

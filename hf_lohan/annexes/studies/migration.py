@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.annexes.studies.placed_plan import fullest_bytes, placed_by_layer
-from hf_lohan.costs.fitting import measure_room, room_to_hold_bytes
+from hf_lohan.costs.fitting import activation_ram_bytes, measure_room, room_to_hold_bytes
 from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.model_profile import ModelProfile
 from hf_lohan.costs.offload_plan import INPUT, ActivationPlacements, OffloadPlan, Placement, TrainingSetup
@@ -124,9 +124,7 @@ class _Migrations:
         spare = {lane: max(0.0, 1 - seconds / step_s) if step_s else 0.0 for lane, seconds in own_s.items()}
         self._free_s = {lane: share * self._interval_s for lane, share in spare.items()}
         room = measure_room(model, hardware, setup)
-        cpu_bytes = max(0, room.cpu_bytes - sum(record.num_bytes for record in plan.resident))
-        if setup.activation_cpu_bytes is not None:
-            cpu_bytes = min(cpu_bytes, setup.activation_cpu_bytes)
+        cpu_bytes = activation_ram_bytes(room, setup, plan.resident)
         self._ram_left, self._ssd_left = float(max(0, cpu_bytes - plan.parked_bytes)), float(max(0, room.ssd_bytes))
 
     def choose(self, score: Score, *, drops_last: bool) -> ActivationPlacements:

@@ -10,18 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.costs.fitting import (
+    activation_ram_bytes,
     allocator_bytes,
     measure_room,
     outer_working_bytes,
     room_to_hold_bytes,
 )
 from hf_lohan.costs.hardware_profile import HardwareProfile
-from hf_lohan.costs.model_profile import ModelProfile
+from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
 from hf_lohan.costs.offload_plan import (
     FETCH_AHEAD,
     INPUT,
     LAYERS_LEAVING,
     ActivationPlacements,
+    LayerPlacements,
     OffloadPlan,
     Placement,
     Tier,
@@ -48,20 +50,24 @@ class PlacedBytes:
         return self.ram + self.spilled
 
 
+def placed_bytes(layer: BlockProfile, placements: LayerPlacements) -> dict[Placement, float]:
+    """Return the bytes of a layer's activations by placement."""
+    sums = dict.fromkeys(Placement, 0.0)
+    sums[placements.get(INPUT, Placement.GPU)] += layer.input_bytes
+    for operation in layer.operations:
+        sums[placements.get(operation.name, Placement.RECOMPUTE)] += operation.output_bytes
+    return sums
+
+
 def placed_by_layer(model: ModelProfile, activations: ActivationPlacements) -> PlacedBytes:
     """Return the bytes of each layer's activations on each tier."""
-    sums = {place: np.zeros(len(model.layers)) for place in Placement}
-    for index, layer in enumerate(model.layers):
-        places = activations.get(layer.name, {})
-        sums[places.get(INPUT, Placement.GPU)][index] += layer.input_bytes
-        for operation in layer.operations:
-            sums[places.get(operation.name, Placement.RECOMPUTE)][index] += operation.output_bytes
-    kept = sums[Placement.GPU]
-    inputs = [
-        layer.input_bytes if activations.get(layer.name, {}).get(INPUT, Placement.GPU) is Placement.GPU else 0
-        for layer in model.layers
-    ]
-    return PlacedBytes(kept, kept - np.array(inputs), sums[Placement.CPU], sums[Placement.SSD])
+    placements = [activations.get(layer.name, {}) for layer in model.layers]
+    sums = [placed_bytes(layer, own) for layer, own in zip(model.layers, placements, strict=True)]
+    is_kept = np.array([own.get(INPUT, Placement.GPU) is Placement.GPU for own in placements])
+    kept, ram, spilled = (
+        np.array([of_layer[place] for of_layer in sums]) for place in (Placement.GPU, Placement.CPU, Placement.SSD)
+    )
+    return PlacedBytes(kept, kept - is_kept * [layer.input_bytes for layer in model.layers], ram, spilled)
 
 
 def fullest_bytes(
@@ -95,11 +101,8 @@ def with_placements(
     peak_bytes = fullest_bytes(
         model, placed, num_together=setup.num_together, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving
     )
-    room, resident_bytes = measure_room(model, hardware, own), sum(record.num_bytes for record in plan.resident)
-    cpu_bytes = max(0, room.cpu_bytes - resident_bytes)
-    if setup.activation_cpu_bytes is not None:
-        cpu_bytes = min(cpu_bytes, setup.activation_cpu_bytes)
-    cpu_bytes = max(0, cpu_bytes - plan.parked_bytes)
+    room = measure_room(model, hardware, own)
+    cpu_bytes = max(0, activation_ram_bytes(room, setup, plan.resident) - plan.parked_bytes)
     kept_bytes, ram_bytes, spilled_bytes = (float(part.sum()) for part in (placed.kept, placed.ram, placed.spilled))
     fits = (
         peak_bytes <= room_to_hold_bytes(hardware, own)

@@ -6,7 +6,7 @@ plan is also simulated with its swaps and spills spread over the layers. `migrat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hf_lohan.annexes.studies.migration import migrated_placements
@@ -24,14 +24,8 @@ from hf_lohan.costs.offload_plan import (
     TrainingSetup,
 )
 
-EQUALLY_SHORT = 1.01
-"""Plans within this factor of the shortest step count as equally short. Of these, the plan that writes least wins."""
-CLEARLY_LESS = 0.97
-"""Another plan replaces Algorithm 1's plan if its time, or its written bytes, are less than this fraction. Simulated
-steps differ from measured steps by up to 5%, so smaller gains may not be real."""
-AUTO_TAKES_THE_SHORTEST = False
-"""Whether `_solver: auto` may take another plan than Algorithm 1's. It may not, because measured steps did not show the
-gain of simulated steps (`scripts/benchmarks/bench_migration.py --measure`)."""
+_CLEARLY_SHORTER = 1.01
+"""Wider windows are taken only if the step without them takes more than this many times as long."""
 _WINDOWS = ((1, 2), (2, 3), (3, 4))
 """Pairs of `fetch_ahead` and `layers_leaving`. Wider windows take more memory of the device."""
 _SWAPPED = (Placement.CPU, Placement.SSD)
@@ -46,48 +40,29 @@ def choose_solver(
     compares: bool = False,
 ) -> OffloadPlan:
     """Return ``plan``, which is Algorithm 1's, or the plan of the solver in the setup, with the simulated steps of the
-    solvers that were tried. With `AUTO_TAKES_THE_SHORTEST`, `auto` is the plan with the shortest simulated step.
-    ``compares``: try all solvers in any case.
+    solvers that were tried. `auto` is Algorithm 1, because measured steps did not show the gain of simulated steps
+    (`scripts/benchmarks/bench_migration.py --measure`). ``compares``: try all solvers in any case.
 
     Other solvers are tried only with `activations: auto`, and for a plan that fits. With several ranks nothing is
     simulated, and ``plan`` is returned.
     """
-    solver = setup.solver
     found = [(plan, _simulated_s(model, hardware, setup, plan))]
-    is_asked = compares or solver == "migration" or (solver == "auto" and AUTO_TAKES_THE_SHORTEST)
-    may_try = is_asked and plan.fits and setup.activations == "auto" and found[0][1] is not None
-    if may_try:
+    is_asked = compares or setup.solver == "migration"
+    if is_asked and plan.fits and setup.activations == "auto" and found[0][1] is not None:
         for name, placements in _other_placements(model, hardware, setup, plan):
             best = _best_windows(model, hardware, setup, replace(plan, solver=name), placements)
             if best is not None:
                 found.append(best)
-    chosen = plan
-    if solver == "migration":
-        migrated = [one for one in found if one[0].solver == "migration"]
-        chosen = min(migrated or found[:1], key=_simulated)[0]
-    elif may_try and solver == "auto" and AUTO_TAKES_THE_SHORTEST:
-        chosen = shortest(found)
+    asked = [one for one in found if one[0].solver == setup.solver]
+    chosen = min(asked or found[:1], key=_simulated)[0]
     of_solver: dict[SolverName, tuple[OffloadPlan, float | None]] = {}
     for one in sorted(found, key=_simulated):
         of_solver.setdefault(one[0].solver, one)
-    of_solver[chosen.solver] = next(one for one in found if one[0] is chosen)
     solvers = tuple(
         SolvedPlan(name, own.prediction.step_s, step_s, own.prediction.ssd_write_bytes_per_step)
         for name, (own, step_s) in sorted(of_solver.items())
     )
     return replace(chosen, solvers=solvers)
-
-
-def shortest(found: Sequence[tuple[OffloadPlan, float | None]]) -> OffloadPlan:
-    """Return the plan that writes least among the plans whose simulated steps are about as short as the shortest. The
-    first plan is returned unless another plan is clearly shorter or writes clearly less."""
-    usual, usual_s = found[0][0], _simulated(found[0])
-    fast_s = EQUALLY_SHORT * min(map(_simulated, found))
-    fast = [one for one in found if _simulated(one) <= fast_s]
-    best, best_s = min(fast, key=lambda one: (one[0].prediction.ssd_write_bytes_per_step, _simulated(one)))
-    less_bytes = CLEARLY_LESS * usual.prediction.ssd_write_bytes_per_step
-    is_clear = _simulated((best, best_s)) < CLEARLY_LESS * usual_s
-    return best if is_clear or best.prediction.ssd_write_bytes_per_step < less_bytes else usual
 
 
 def _simulated(one: tuple[OffloadPlan, float | None]) -> float:
@@ -118,7 +93,7 @@ def _best_windows(
         if placed is None:
             break
         one = placed, _simulated_s(model, hardware, setup, placed)
-        if best is None or EQUALLY_SHORT * _simulated(one) < _simulated(best):
+        if best is None or _CLEARLY_SHORTER * _simulated(one) < _simulated(best):
             best = one
     return best
 

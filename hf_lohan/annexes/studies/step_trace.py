@@ -7,6 +7,7 @@ layer after it. A traced layer stands for all equal layers.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from hf_lohan.activations.kernel_names import Operation
 from hf_lohan.annexes.studies.lifetimes import (
     StepLifetimes,
     StepOperation,
-    TensorKind,
     TensorLifetime,
     Weight,
     step_lifetimes,
@@ -62,6 +62,7 @@ _BEGIN: _PART = (None, "begin")
 _HEAD_BACKWARD: _PART = (None, "head backward")
 _END: _PART = (None, "end")
 _SKIPPED: _PART = (None, "skipped")
+_NEVER = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +95,6 @@ class StepTrace:
     tensors: list[TensorLifetime] = field(default_factory=list)
     weight_uses: dict[str, list[int]] = field(default_factory=dict)
     """Maps the name of each weight to the indices of the operations that read it."""
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor of the composed step, with the attributes of `TensorLifetime`."""
-
-    name: str
-    block: str
-    num_bytes: int
-    born: int
-    died: int | None = None
-    uses: list[int] = field(default_factory=list)
-    is_gradient: bool = False
-
-    def lifetime(self, backward_begins: int, num_operations: int) -> TensorLifetime:
-        died = num_operations if self.died is None else self.died
-        is_activation = self.born < backward_begins < died
-        kind: TensorKind = "gradient" if self.is_gradient else "activation" if is_activation else "intermediate"
-        return TensorLifetime(self.name, self.block, kind, self.num_bytes, self.born, died, self.uses)
 
 
 class _DoesNotRepeat(Exception):
@@ -284,16 +266,12 @@ class _LayersOfStep:
         return enter
 
 
-def _contexts(kinds: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-    """Return for each layer the kinds of its predecessor, itself and its successor."""
-    padded = [None, *kinds, None]
-    return list(zip(padded, padded[1:], padded[2:], strict=False))
-
-
 def _representatives(kinds: Sequence[Any]) -> list[int]:
     """Return for each layer the index of the first layer with the same kind and neighbours of the same kinds."""
     first: dict[Any, int] = {}
-    return [first.setdefault(context, number) for number, context in enumerate(_contexts(kinds))]
+    padded = [None, *kinds, None]
+    contexts = zip(padded, kinds, padded[2:], strict=False)
+    return [first.setdefault(context, number) for number, context in enumerate(contexts)]
 
 
 class _Composition:
@@ -304,8 +282,7 @@ class _Composition:
         self._representatives = representatives
         self._names = names
         self._num_uses = Counter(representatives)
-        self._made: dict[_Birth, _Tensor] = {}
-        self._tensors: list[_Tensor] = []
+        self._made: dict[_Birth, TensorLifetime] = {}
         self._step = StepTrace()
 
     def run(self) -> StepTrace:
@@ -322,7 +299,10 @@ class _Composition:
             self._add((layer, "below"), traced)
         self._add(_END)
         ends = len(step.operations)
-        step.tensors = [tensor.lifetime(backward_begins, ends) for tensor in self._tensors]
+        for tensor in step.tensors:
+            tensor.died = min(tensor.died, ends)
+            if tensor.kind != "gradient" and tensor.born < backward_begins < tensor.died:
+                tensor.kind = "activation"
         return step
 
     def _add(self, key: _PART, traced: int | None = None) -> None:
@@ -335,9 +315,9 @@ class _Composition:
             step.operations.append(replace(operation, block=self._named(operation.block, layer, traced)))
         for number, (at, name, num_bytes) in enumerate(part.births):
             block = step.operations[base + at].block
-            tensor = _Tensor(name, block, num_bytes, base + at, uses=[base + at])
+            tensor = TensorLifetime(name, block, "intermediate", num_bytes, base + at, _NEVER, [base + at])
             self._made[_Birth(key, number)] = tensor
-            self._tensors.append(tensor)
+            step.tensors.append(tensor)
         for at, birth in part.deaths:
             if (dead := self._counterpart(birth, layer, traced)) is not None:
                 dead.died = base + at
@@ -349,7 +329,7 @@ class _Composition:
             step.weight_uses.setdefault(self._named(name, layer, traced), []).append(base + at)
         for birth, name in part.gradients:
             if (gradient := self._counterpart(birth, layer, traced)) is not None:
-                gradient.is_gradient, gradient.name = True, self._named(name, layer, traced)
+                gradient.kind, gradient.name = "gradient", self._named(name, layer, traced)
 
     def _named(self, name: str, layer: int | None, traced: int | None) -> str:
         """Return the name in ``layer`` for the name ``name`` in the traced layer."""
@@ -359,7 +339,7 @@ class _Composition:
         is_inside = name == own or name.startswith(f"{own}.")
         return self._names[layer] + name.removeprefix(own) if is_inside else name
 
-    def _counterpart(self, birth: _Birth, layer: int | None, traced: int | None) -> _Tensor | None:
+    def _counterpart(self, birth: _Birth, layer: int | None, traced: int | None) -> TensorLifetime | None:
         """Return the tensor of ``layer`` for a tensor of the traced layer, or None if it was not traced."""
         of_layer, name = birth.part
         if birth.part == _SKIPPED:

@@ -11,6 +11,7 @@ import numpy as np
 
 from hf_lohan.costs.collectives import ONE_RANK, TriedWay
 from hf_lohan.costs.fitting import (
+    activation_ram_bytes,
     allocator_bytes,
     device_limit_bytes,
     explain_refusal,
@@ -141,9 +142,7 @@ class _Search:
         """Kept activations and working memory of the choice that needs the least memory of the device."""
         self._resident = setup.resident_records
         self._resident_bytes = sum(record.num_bytes for record in self._resident)
-        self._ram_beside_records = max(0, self._room.cpu_bytes - self._resident_bytes)
-        if setup.activation_cpu_bytes is not None:
-            self._ram_beside_records = min(self._ram_beside_records, setup.activation_cpu_bytes)
+        self._ram_beside_records = activation_ram_bytes(self._room, setup, self._resident)
         self._gradient_bytes = experts.gradient_bytes + sum(
             block.gradient_bytes(gradient_itemsize(model, setup)) for block in model.blocks
         )

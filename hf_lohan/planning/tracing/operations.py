@@ -364,10 +364,6 @@ class OperationTrace(FakeOperations):
         if not self.is_in_backward:
             self.target.add(func, args, kwargs, output, module=self.module)
 
-    def repeat(self, times: int) -> None:
-        """Count each of the next operations ``times`` times."""
-        self.target.times = times
-
     def add_experts(self, experts: ExpertsTrace) -> None:
         """Count experts as one operation."""
         self.target.add_experts(experts, module=self.module)

@@ -105,10 +105,15 @@ def trace_model(
         param_itemsize=blocks.blocks[0].slices[0].parameter.element_size(),
     )
     reasons = on_paper.reasons if on_paper is not None else []
+    products, attentions = Counter[MatrixShape](), Counter[AttentionShape]()
+    for block in (*trace.of_layer.values(), *trace.of_outer.values()):
+        products.update(block.products)
+        attentions.update(block.attentions)
+    shapes = (replace(shape, count=count) for shape, count in products.items())
     return TracedModel(
         profile=profile,
-        matrix_shapes=_matrix_shapes(trace),
-        attention=_largest_attention(trace),
+        matrix_shapes=tuple(sorted(shapes, key=lambda shape: -shape.count * shape.flops)),
+        attention=max(attentions, key=lambda shape: attentions[shape] * shape.flops, default=None),
         whole_because=reasons[0] if reasons else None,
         keys=max(on_paper.keys, default=(0, 0)) if on_paper is not None else (0, 0),
     )
@@ -130,21 +135,6 @@ def modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
             matching = [block for block in blocks if _is_layer(block) == (module in model_blocks.layers)]
             modules[(matching or list(blocks))[0]].append(module)
     return modules
-
-
-def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
-    counts: Counter[MatrixShape] = Counter()
-    for block in (*trace.of_layer.values(), *trace.of_outer.values()):
-        counts.update(block.products)
-    shapes = (replace(shape, count=count) for shape, count in counts.items())
-    return tuple(sorted(shapes, key=lambda shape: -shape.count * shape.flops))
-
-
-def _largest_attention(trace: ModelTrace) -> AttentionShape | None:
-    counts: Counter[AttentionShape] = Counter()
-    for block in (*trace.of_layer.values(), *trace.of_outer.values()):
-        counts.update(block.attentions)
-    return max(counts, key=lambda shape: counts[shape] * shape.flops, default=None)
 
 
 @contextlib.contextmanager

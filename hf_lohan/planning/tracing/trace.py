@@ -95,7 +95,7 @@ class ModelTrace:
 
     def repeat(self, times: int) -> None:
         """Count each of the next operations ``times`` times."""
-        self._operations.repeat(times)
+        self._operations.target.times = times
 
     def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:

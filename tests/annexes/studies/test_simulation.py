@@ -10,11 +10,10 @@ from decoder_shapes import decoder, machine, machines, mixed_models, paper_setup
 from hypothesis import given, settings
 from test_paper_table import LOHAN_STATES, MODEL, OUR_STATES, PUBLISHED_TFLOPS, machine_with, setup
 
-from hf_lohan.annexes.studies.simulation.block_work import StepRules
 from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, LaneRules, TaskGraph
 from hf_lohan.annexes.studies.simulation.simulated_step import SimulatedStep, simulate_step
 from hf_lohan.annexes.studies.simulation.step_tasks import StepTasks, order_loads
-from hf_lohan.costs import HardwareProfile, ModelProfile, PoolPlan, SizeClass, TrainingSetup, plan_offload
+from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, PoolPlan, SizeClass, TrainingSetup, plan_offload
 
 PUBLISHED_AT_OTHER_BATCHES = {
     32: {1: 37.5, 2: 64.3, 3: 81.1, 6: 121.7, 12: 142.0},
@@ -127,23 +126,17 @@ def test_a_step_bound_by_the_drives_takes_their_time() -> None:
     assert set(step.waits_s) <= {"weights", "updates", "gradients"}
 
 
-def rules_of(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, **changes: Any) -> StepRules:
+def plan_with(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, **changes: Any) -> OffloadPlan:
+    """Return a plan without spilled and parked gradients, with some changes."""
     plan = plan_offload(model, hardware, setup)
-    rules = StepRules(
-        activations=plan.activations,
-        clip=plan.clip,
-        fetch_ahead=1,
-        layers_leaving=2,
-        spilled_gradient_bytes=0.0,
-        committed_fraction=1.0,
-    )
-    return replace(rules, **changes)
+    prediction = replace(plan.prediction, spilled_gradient_bytes=0)
+    return replace(plan, parked_share=0.0, prediction=prediction, **changes)
 
 
 def first_begins(model: ModelProfile, hardware: HardwareProfile, name: str, **changes: Any) -> list[float]:
     """Return when the tasks of one name begin in the first of several steps."""
     setup = paper_setup(activations="swap")
-    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup, **changes), 1)
+    tasks = StepTasks(model, hardware, setup, plan_with(model, hardware, setup, **changes), 1)
     begins, _ = tasks.graph.run(LaneRules())
     return [begin for begin, own in zip(begins, tasks.graph.names, strict=True) if own == name]
 
@@ -172,7 +165,7 @@ def test_spilled_sums_are_read_and_added_one_after_the_other() -> None:
     hardware = replace(hardware, cpu=replace(hardware.cpu, optimizer_params_per_s=100 * (12 / 28) / 3.0))
     spilled_bytes = model.num_trainable_params * model.param_itemsize
     setup = paper_setup(activations="recompute", num_micro_batches=2, spilled_gradient_bytes=spilled_bytes)
-    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup), 1)
+    tasks = StepTasks(model, hardware, setup, plan_with(model, hardware, setup), 1)
     graph = tasks.graph
     begins, ends = graph.run(LaneRules())
     numbers = [number for number, name in enumerate(graph.names) if name == "gradients"]
@@ -210,8 +203,8 @@ def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_ste
     pools = held_and_spilled([layer.name for layer in model.layers])
     setup = paper_setup(activations="recompute", num_micro_batches=2, spilled_gradient_bytes=400, pools=pools)
     for clip in ("defer", "speculate"):
-        rules = rules_of(model, hardware, setup, clip=clip)
-        graph = StepTasks(model, hardware, setup, rules, 1).graph
+        plan = plan_with(model, hardware, setup, clip=clip)
+        graph = StepTasks(model, hardware, setup, plan, 1).graph
         begins, ends = graph.run(LaneRules())
         numbers = [number for number, name in enumerate(graph.names) if name == "gradients"]
         copies = [n for n in numbers if graph.lanes[n] == "d2h"]
@@ -226,7 +219,7 @@ def test_each_gradient_gives_its_buffer_back(clip: str, num_held: int) -> None:
     model, hardware = layers(4), machine()
     pools = held_and_spilled([layer.name for layer in model.layers])
     setup = paper_setup(activations="recompute", num_micro_batches=3, spilled_gradient_bytes=400, pools=pools)
-    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup, clip=clip), 2)
+    tasks = StepTasks(model, hardware, setup, plan_with(model, hardware, setup, clip=clip), 2)
     assert tasks._num_arrived == 2 * 3 * 4
     assert tasks._num_arrived - tasks._num_released == num_held
 
@@ -235,7 +228,7 @@ def test_a_block_is_updated_by_its_chunks() -> None:
     """A large chunk and a small one take as many buffers as two large ones."""
     model = layers(1)
     hardware, setup = machine(), paper_setup(activations="recompute")
-    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup), 1)
+    tasks = StepTasks(model, hardware, setup, plan_with(model, hardware, setup), 1)
     (work,) = (work for work in tasks._works if work.is_layer)
     tasks._shares.clear()
     assert tasks._chunk_shares(replace(work, num_chunks=3, last_chunk_share=0.1)) == pytest.approx([0.45, 0.45, 0.1])
@@ -268,9 +261,9 @@ def test_a_large_step_has_few_tasks() -> None:
     hardware = machine_with(3)
     for num_micro_batches, most in ((1, 20_000), (32, 90_000)):
         many = setup(num_micro_batches=num_micro_batches, **OUR_STATES)
-        rules = rules_of(deep, hardware, many)
+        plan = plan_with(deep, hardware, many)
         num_steps = 3 if num_micro_batches == 1 else 2
-        assert len(StepTasks(deep, hardware, many, rules, num_steps).graph) < most
+        assert len(StepTasks(deep, hardware, many, plan, num_steps).graph) < most
 
 
 # The paper.

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hf_lohan.annexes.studies.placed_plan import placed_bytes
 from hf_lohan.costs.fitting import layer_needs
 from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
-from hf_lohan.costs.offload_plan import INPUT, ActivationPlacements, ClipMode, Placement, TrainingSetup
+from hf_lohan.costs.offload_plan import INPUT, LayerPlacements, OffloadPlan, Placement, TrainingSetup
 from hf_lohan.costs.pool_plan import MAX_CHUNK_NUMEL, SizeClass
 from hf_lohan.costs.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
 from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
@@ -72,21 +73,8 @@ class BlockWork:
         return self.gradient_bytes > 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRules:
-    """The decisions of a plan that order a step's tasks."""
-
-    activations: ActivationPlacements
-    clip: ClipMode
-    fetch_ahead: int
-    layers_leaving: int
-    spilled_gradient_bytes: float
-    committed_fraction: float
-    parked_share: float = 0.0
-
-
 def block_works(
-    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, rules: StepRules
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan
 ) -> list[BlockWork]:
     layer_names = {layer.name for layer in model.layers}
     resident: dict[str, float] = defaultdict(float)
@@ -113,7 +101,7 @@ def block_works(
     lending = {layer.name for layer in lending_layers(model, hardware)}
     works = []
     for block in reversed(model.blocks):
-        is_layer = block.name in layer_names
+        is_layer, placements = block.name in layer_names, plan.activations.get(block.name, {})
         num_experts_trained = 0.0
         if block.experts is not None:
             num_experts_trained = block.experts.num_experts * block.experts.num_trainable_params
@@ -131,8 +119,9 @@ def block_works(
             block.name in lending and setup.lent_bytes > 0 and not resident[block.name] and setup.update_reads_param
         )
         expert_share = block.experts.hit_bytes / costs.forward_bytes if block.experts and costs.forward_bytes else 0.0
-        reloaded = _reloads(block, rules) * costs.reload_bytes(block) if block.experts is not None else 0.0
-        ram, spill, kept = _placed_bytes(block, rules) if is_layer else (0.0, 0.0, 0.0)
+        reloaded = _reloads(block, placements) * costs.reload_bytes(block) if block.experts is not None else 0.0
+        placed = placed_bytes(block, placements) if is_layer else dict.fromkeys(Placement, 0.0)
+        ram, spill, kept = placed[Placement.CPU], placed[Placement.SSD], placed[Placement.GPU]
         needs = layer_needs(block, model) if is_layer else block.working_bytes or block.saved_bytes
         works.append(
             BlockWork(
@@ -143,26 +132,26 @@ def block_works(
                 read_bytes=max(0.0, block.read_bytes - resident[block.name]),
                 decode_s=_decode_s(block, hardware),
                 forward_s=block_forward_s(block, hardware),
-                backward_s=_backward_s(block, hardware, setup, rules, is_layer=is_layer),
+                backward_s=_backward_s(block, hardware, setup, placements, is_layer=is_layer),
                 expert_bytes=(
                     costs.from_ssd * expert_share * costs.forward_bytes,
                     costs.from_ssd * (expert_share * costs.backward_bytes + reloaded),
                 ),
                 ram_bytes=ram,
                 spilled_bytes=spill,
-                early_share=_early_share(block, hardware, rules) if ram + spill else 0.0,
+                early_share=_early_share(block, hardware, placements) if ram + spill else 0.0,
                 device_share=1 / block.num_chunks,
                 output_bytes=(ram + spill) / block.num_chunks + kept,
                 working_bytes=max(
                     0.0, needs - max(0.0, (ram + spill + kept - 2 * block.input_bytes) / block.num_chunks)
                 ),
                 gradient_bytes=gradient_bytes,
-                spilled_gradient_bytes=spilled.get(block.name, 0.0) * rules.spilled_gradient_bytes,
+                spilled_gradient_bytes=spilled.get(block.name, 0.0) * plan.prediction.spilled_gradient_bytes,
                 spilled_sum_bytes=spilled.get(block.name, 0.0) * setup.spilled_gradient_bytes,
                 num_updated=num_trained,
                 update_read_bytes=max(0.0, update_read - in_ram),
                 update_write_bytes=max(
-                    0.0, state_bytes + param_bytes - updated_in_ram[block.name] * (1 - rules.committed_fraction)
+                    0.0, state_bytes + param_bytes - updated_in_ram[block.name] * (1 - setup.committed_fraction)
                 ),
                 lent_bytes=trained_bytes if is_lent else 0.0,
                 num_chunks=max(1, math.ceil(num_trained / chunk_numel)),
@@ -183,19 +172,8 @@ def _spilled_shares(model: ModelProfile, setup: TrainingSetup) -> dict[str, floa
     return {name: numel / all_numel for name, numel in numels.items()} if all_numel else {}
 
 
-def _placed_bytes(block: BlockProfile, rules: StepRules) -> tuple[float, float, float]:
-    """Return the bytes of a layer's activations in RAM, on the drives, and on the device."""
-    placements = rules.activations.get(block.name, {})
-    sums = dict.fromkeys(Placement, 0.0)
-    for operation in block.operations:
-        sums[placements.get(operation.name, Placement.RECOMPUTE)] += operation.output_bytes
-    sums[placements.get(INPUT, Placement.GPU)] += block.input_bytes
-    return sums[Placement.CPU], sums[Placement.SSD], sums[Placement.GPU]
-
-
-def _early_share(block: BlockProfile, hardware: HardwareProfile, rules: StepRules) -> float:
+def _early_share(block: BlockProfile, hardware: HardwareProfile, placements: LayerPlacements) -> float:
     """Return the fraction of a layer's swapped activations that exist when half of its forward is done."""
-    placements = rules.activations.get(block.name, {})
     swapped = (Placement.CPU, Placement.SSD)
     early = whole = block.input_bytes if placements.get(INPUT) in swapped else 0.0
     half_s, now_s = block_forward_s(block, hardware) / 2, 0.0
@@ -208,7 +186,7 @@ def _early_share(block: BlockProfile, hardware: HardwareProfile, rules: StepRule
 
 
 def _backward_s(
-    block: BlockProfile, hardware: HardwareProfile, setup: TrainingSetup, rules: StepRules, *, is_layer: bool
+    block: BlockProfile, hardware: HardwareProfile, setup: TrainingSetup, placements: LayerPlacements, *, is_layer: bool
 ) -> float:
     seconds = block_forward_s(block, hardware) * (1 + block.trained_fraction)
     if not is_layer:
@@ -216,7 +194,6 @@ def _backward_s(
     seconds += experts_forward_s(block, hardware) + repeated_s(block, hardware)
     if setup.activations != "keep":
         seconds += cheap_recompute_s(block, hardware)
-    placements = rules.activations.get(block.name, {})
     recomputed: Iterable[float] = (
         operation_s(operation, hardware)
         for operation in block.operations
@@ -225,9 +202,8 @@ def _backward_s(
     return seconds + sum(recomputed)
 
 
-def _reloads(block: BlockProfile, rules: StepRules) -> int:
+def _reloads(block: BlockProfile, placements: LayerPlacements) -> int:
     """Return how many operations of a layer load its experts again in backward."""
-    placements = rules.activations.get(block.name, {})
     return sum(
         operation.loads_experts and placements.get(operation.name, Placement.RECOMPUTE) is Placement.RECOMPUTE
         for operation in block.operations

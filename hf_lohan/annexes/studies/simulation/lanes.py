@@ -126,9 +126,7 @@ class _Run:
 
     def run_all(self) -> tuple[list[float], list[float]]:
         graph = self._graph
-        at_once = [task for task, number in enumerate(self._num_before) if not number]
-        self._release(at_once)
-        num_ended = 0
+        self._release([task for task, number in enumerate(self._num_before) if not number])
         while True:
             for lane, ready in self._ready.items():
                 if not self._running[lane] and (ready or (lane == self._rules.mixed_lane and self._chosen is not None)):
@@ -138,22 +136,21 @@ class _Run:
             if not self._events and not self._shared:
                 break
             ended = self._advance()
-            num_ended += len(ended)
             for task in ended:
                 self._running[graph.lanes[task]] = False
                 self._ends[task] = self._now
             for task in ended:
-                self._release_after(task)
+                self._release(self._freed_by(task))
         assert all(end >= 0 for end in self._ends), "tasks wait for each other"
         return self._begins, self._ends
 
-    def _release_after(self, task: int) -> None:
-        released = []
-        for other in self._graph._after[task]:
-            self._num_before[other] -= 1
-            if not self._num_before[other]:
-                released.append(other)
-        self._release(released)
+    def _freed_by(self, task: int) -> list[int]:
+        freed = []
+        for later in self._graph._after[task]:
+            self._num_before[later] -= 1
+            if not self._num_before[later]:
+                freed.append(later)
+        return freed
 
     def _release(self, tasks: list[int]) -> None:
         """Queue tasks that can begin now. Tasks that take no time end immediately."""
@@ -163,10 +160,7 @@ class _Run:
             lane, other = graph.lanes[task], graph._only_if_ended.get(task)
             if lane == NO_LANE or (other is not None and self._ends[other] < 0):
                 self._begins[task] = self._ends[task] = self._now
-                for later in graph._after[task]:
-                    self._num_before[later] -= 1
-                    if not self._num_before[later]:
-                        tasks.append(later)
+                tasks += self._freed_by(task)
                 continue
             heapq.heappush(self._ready[lane], (graph._ranks[task], self._now, task))
             if lane == self._rules.mixed_lane:

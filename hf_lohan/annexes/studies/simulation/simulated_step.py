@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.annexes.studies.simulation.block_work import StepRules
 from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, LaneRules
 from hf_lohan.annexes.studies.simulation.step_tasks import (
     COMPUTE,
@@ -69,19 +68,10 @@ def simulate_step(
     """
     if plan.prediction.ranks is not None:
         return None
-    rules = StepRules(
-        activations=plan.activations,
-        clip=plan.clip,
-        parked_share=plan.parked_share,
-        fetch_ahead=plan.fetch_ahead,
-        layers_leaving=plan.layers_leaving,
-        spilled_gradient_bytes=plan.prediction.spilled_gradient_bytes,
-        committed_fraction=1 / plan.commit_every_steps if plan.commit_every_steps else 0.0,
-    )
-    share = rules.committed_fraction
+    share = 1 / plan.commit_every_steps if plan.commit_every_steps else 0.0
     if 0 < share < 1:
         with_commit, without = (
-            _simulate(model, hardware, setup, plan, replace(rules, committed_fraction=fraction)) for fraction in (1, 0)
+            _simulate(model, hardware, replace(setup, commit_every_steps=steps), plan) for steps in (1, 0)
         )
         return replace(
             without,
@@ -89,7 +79,7 @@ def simulate_step(
             busy_s=_mean(with_commit.busy_s, without.busy_s, share),
             waits_s=_mean(with_commit.waits_s, without.waits_s, share),
         )
-    return _simulate(model, hardware, setup, plan, rules)
+    return _simulate(model, hardware, replace(setup, commit_every_steps=plan.commit_every_steps), plan)
 
 
 def _mean(one: Mapping[str, float], other: Mapping[str, float], share: float) -> dict[str, float]:
@@ -97,11 +87,9 @@ def _mean(one: Mapping[str, float], other: Mapping[str, float], share: float) ->
     return {name: share * one.get(name, 0.0) + (1 - share) * other.get(name, 0.0) for name in names}
 
 
-def _simulate(
-    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan, rules: StepRules
-) -> SimulatedStep:
+def _simulate(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> SimulatedStep:
     num_steps = 2 if setup.num_micro_batches >= _MANY_MICRO_BATCHES else 3
-    tasks = StepTasks(model, hardware, setup, rules, num_steps)
+    tasks = StepTasks(model, hardware, setup, plan, num_steps)
     graph = tasks.graph
     begins, ends = graph.run(replace(lane_rules(hardware), looks_ahead=not tasks.is_coarse))
     began_s, ended_s = (ends[task] for task in tasks.ends[-2:])
@@ -118,7 +106,7 @@ def _simulate(
                 waits_s[graph.names[last] if last is not None else ""] += begins[task] - idle_since
             idle_since = max(idle_since, ends[task])
     step_s = ended_s - began_s
-    if rules.clip == "speculate" and setup.clip_rate:
+    if plan.clip == "speculate" and setup.clip_rate:
         step_s += setup.clip_rate * max(busy_s[SSD], busy_s[CPU])
     fixed = plan.prediction.tier_bytes
     fixed_bytes: dict[Tier, float] = {

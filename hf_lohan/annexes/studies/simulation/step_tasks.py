@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_lohan.annexes.studies.simulation.block_work import BlockWork, StepRules, block_works
+from hf_lohan.annexes.studies.simulation.block_work import BlockWork, block_works
 from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, TaskGraph
 from hf_lohan.costs.collectives import ONE_RANK
 from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.model_profile import ModelProfile
-from hf_lohan.costs.offload_plan import TrainingSetup
+from hf_lohan.costs.offload_plan import OffloadPlan, TrainingSetup
 from hf_lohan.costs.parking import spread_share
 from hf_lohan.costs.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, NUM_RECALL_BUFFERS, SizeClass
 from hf_lohan.costs.step.expert_costs import ROUTER_SYNC_S
@@ -59,7 +59,7 @@ class StepTasks:
         model: ModelProfile,
         hardware: HardwareProfile,
         setup: TrainingSetup,
-        rules: StepRules,
+        plan: OffloadPlan,
         num_steps: int,
     ) -> None:
         self.graph = TaskGraph()
@@ -68,7 +68,7 @@ class StepTasks:
         self.changes: list[MemoryChange] = []
         self._hardware = hardware
         self._setup = setup
-        self._rules = rules
+        self._plan = plan
         self._is_copied = not hardware.device.shares_cpu
         num_passes = 2 * setup.num_micro_batches * max(1, len(model.blocks))
         self.is_coarse = False
@@ -78,7 +78,7 @@ class StepTasks:
         self._slots: Mapping[SizeClass, int] = DEFAULT_SLOTS if pools is None else pools.num_slots
         self._buffer_bytes = _DEFAULT_BUFFER_BYTES if pools is None else pools.staging_buffer_bytes
         self._most_gradients = math.inf if pools is None else pools.num_gradient_buffers * pools.gradients_per_buffer
-        self._works = block_works(model, hardware, setup, rules)
+        self._works = block_works(model, hardware, setup, plan)
         self._loads: list[tuple[int, int]] = []
         self._layers = [work for work in self._works if work.is_layer]
         self._shares: dict[str, list[float]] = {}
@@ -122,12 +122,12 @@ class StepTasks:
         assert self._compute is not None
         self.ends.append(self._compute)
         last: list[int | None] = [self._compute, *(task for tasks in self._held.values() for task in tasks.values())]
-        if self._rules.clip != "defer":
-            last += self._step_writes if self._rules.clip == "speculate" else self._cpu_tasks[-1:]
+        if self._plan.clip != "defer":
+            last += self._step_writes if self._plan.clip == "speculate" else self._cpu_tasks[-1:]
         if not self._held:
             self._commit()
         self._begin = self.graph.add(NO_LANE, 0.0, last, name="updates")
-        if self._rules.clip == "speculate":  # guesses are assumed to be right, so held gradients are dropped
+        if self._plan.clip == "speculate":  # guesses are assumed to be right, so held gradients are dropped
             held_chunks = sum(
                 work.num_chunks * (1 - len(self._held.get(work.name, {})) / len(self._chunk_shares(work)))
                 for work in self._works
@@ -137,7 +137,7 @@ class StepTasks:
 
     def _commit(self) -> None:
         """If the step is committed, let the update thread wait until everything is written."""
-        if self._rules.committed_fraction:
+        if self._setup.committed_fraction:
             self._worker = self.graph.add(NO_LANE, 0.0, [*self._step_writes, *self._cpu_tasks[-1:]], name="commit")
         elif self._cpu_tasks:
             self._worker = self._cpu_tasks[-1]
@@ -261,8 +261,8 @@ class StepTasks:
         left: list[int | None] = []
         for layer in self._layers:
             first, last = forward[layer.name]
-            if len(left) >= self._rules.layers_leaving:
-                graph.link(left[-self._rules.layers_leaving], first)
+            if len(left) >= self._plan.layers_leaving:
+                graph.link(left[-self._plan.layers_leaving], first)
             gone: int | None = None
             writes: list[int] = []
             # Tensors leave as soon as they exist, some in the first half of the forward.
@@ -302,7 +302,7 @@ class StepTasks:
             gone, writes = stored[layer.name]
             if gone is None:
                 continue
-            ahead = position - self._rules.fetch_ahead
+            ahead = position - self._plan.fetch_ahead
             trigger = turn if ahead < 0 else parts[places[ahead] - 1][1]
             use = backward[layer.name][0]
             first: int | None = None
@@ -415,7 +415,7 @@ class StepTasks:
         read_bytes = max(0.0, share * work.update_read_bytes - lent_bytes)
         write_bytes = share * work.update_write_bytes
         spilled_bytes = share * work.spilled_gradient_bytes if is_deferred else 0.0
-        if self._rules.clip == "speculate" and not is_deferred:
+        if self._plan.clip == "speculate" and not is_deferred:
             write_bytes += share * work.spilled_gradient_bytes  # the gradient is kept in case the guess is wrong
         on_cpu_s = share * work.num_updated / hardware.cpu.optimizer_params_per_s
         if hardware.cpu.checksum_bytes_per_s:
@@ -443,9 +443,9 @@ class StepTasks:
         self._writes.append(written)
         self._step_writes.append(written)
         if is_recalled:
-            self._recalled.append(written if self._rules.clip == "speculate" and work.spilled_gradient_bytes else task)
+            self._recalled.append(written if self._plan.clip == "speculate" and work.spilled_gradient_bytes else task)
         else:
-            is_guess = self._rules.clip == "speculate" and not is_deferred  # a wrong guess needs the gradient again
+            is_guess = self._plan.clip == "speculate" and not is_deferred  # a wrong guess needs the gradient again
             if work.holds_in_buffers:
                 if not (is_deferred or is_first):  # the sum is in the buffer of the first gradient
                     self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
@@ -506,7 +506,7 @@ class StepTasks:
             if work.is_trained
             for number, share in enumerate(self._chunk_shares(work))
         ]
-        share = 1.0 if self._rules.clip == "defer" else self._rules.parked_share
+        share = 1.0 if self._plan.clip == "defer" else self._plan.parked_share
         parked = spread_share([numel for _, numel in pieces], share)
         return {piece for (piece, _), is_parked in zip(pieces, parked, strict=True) if is_parked}
 
