@@ -178,7 +178,7 @@ def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> Non
     with torch.device("meta"):
         model = tiny_model(family, n_positions=2048) if family == "gpt2" else tiny_model(family)
     layout = lay_out(model, resolved(ROOT), working_dtype=torch.float32, hold_gradients=True)
-    chunks = _cuttable(model, layout)
+    chunks = _cuttable(PlanRequest(model=""), model, layout)
 
     def traced(*, has_costs: bool) -> Any:
         on_paper = LayersOnPaper(chunks, 128, has_costs=has_costs)
@@ -213,7 +213,7 @@ def test_few_chunks_stand_for_all_in_a_window(window: int, has_costs: bool, monk
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layout = lay_out(model, resolved(ROOT), working_dtype=torch.float32, hold_gradients=True)
-    chunks = _cuttable(model, layout)
+    chunks = _cuttable(PlanRequest(model=""), model, layout)
 
     def traced() -> Any:
         on_paper = LayersOnPaper(chunks, 128, has_costs=has_costs)
