@@ -64,7 +64,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "costs": {"numpy"},
     "threads": {"torch"},
     "device": {"torch", "psutil", "triton"},
-    "files": {"torch", "numpy"},
+    "files": {"torch", "numpy", "kvikio"},
     "store": {"torch", "numpy", "safetensors", "xxhash"},
     "ranks": {"numpy", "psutil", "torch", "triton"},
     "optim": {"torch"},

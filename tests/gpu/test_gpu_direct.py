@@ -149,7 +149,7 @@ def test_auto_takes_it_only_where_it_is_faster(
 ) -> None:
     trial = GpuDirectTrial(folder="/d", mechanism="p2pdma", direct=direct, through_host=_rates(2e9, 2e9))
     monkeypatch.setattr(trials, "why_not", lambda *args, **kwargs: ("", (trial,)))
-    monkeypatch.setattr(trials, "CuFileLibrary", lambda: CuFileLibrary(Library()))
+    monkeypatch.setattr(trials, "open_direct_library", lambda: CuFileLibrary(Library()))
     from engines import resolved
 
     device = device_for("cuda")

@@ -1,7 +1,7 @@
 """GPUDirect Storage: reads and writes between files and device memory, without host memory.
 
-`CuFileLibrary` calls NVIDIA's libcufile, and `CuFileBackend` is a `FileBackend` that uses it. Compatibility mode, in
-which libcufile copies through host memory, is forbidden.
+`CuFileLibrary` calls NVIDIA's libcufile directly, and `KvikioLibrary` calls it through kvikio. `CuFileBackend` is a
+`FileBackend` that uses one of them. Compatibility mode, in which libcufile copies through host memory, is forbidden.
 """
 
 from __future__ import annotations
@@ -221,15 +221,89 @@ def _settings_without_compatibility() -> Iterator[None]:
             os.environ.update(before)
 
 
+class KvikioLibrary:
+    """Makes the same transfers through kvikio. kvikio waits for the device's default stream on every call, so
+    `CuFileLibrary` is preferred. Compatibility mode is refused too."""
+
+    def __init__(self, *, allows_host_copies: bool = False) -> None:
+        """``allows_host_copies``: use kvikio's compatibility mode, for tests without a driver."""
+        try:
+            import kvikio
+            import kvikio.defaults
+        except (ImportError, OSError, RuntimeError) as error:
+            raise DeviceIoError(errno.ENOENT, f"kvikio cannot be imported ({error})") from error
+        self._kvikio = kvikio
+        kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON if allows_host_copies else kvikio.CompatMode.OFF)
+
+    def register_file(self, fd: int) -> Any:
+        with _errors_of("kvikio.CuFile"):
+            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+")
+
+    def forget_file(self, handle: Any) -> None:
+        handle.close()
+
+    def register_memory(self, address: int, num_bytes: int) -> None:
+        with _errors_of("kvikio.memory_register"):
+            self._kvikio.memory_register(_CudaArray(address, num_bytes))
+
+    def forget_memory(self, address: int) -> None:
+        with _errors_of("kvikio.memory_deregister"):
+            self._kvikio.memory_deregister(_CudaArray(address, 1))
+
+    def read(self, handle: Any, span: DeviceSpan, offset: int) -> int:
+        with _errors_of("kvikio's raw_read"):
+            return int(handle.raw_read(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
+
+    def write(self, handle: Any, span: DeviceSpan, offset: int) -> int:
+        with _errors_of("kvikio's raw_write"):
+            return int(handle.raw_write(_CudaArray.of(span), size=span.nbytes, file_offset=offset))
+
+    def close(self) -> None:
+        """Do nothing, because kvikio closes the driver when the process ends."""
+
+
+class _CudaArray:
+    """Device memory with the interface that kvikio needs."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, span: DeviceSpan) -> _CudaArray:
+        return cls(span.base + span.offset, span.nbytes)
+
+
+@contextmanager
+def _errors_of(call: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DeviceIoError(errno.EIO, f"{call} failed ({error})") from error
+
+
+def open_direct_library() -> CuFileLibrary | KvikioLibrary:
+    """Open libcufile, or kvikio if libcufile is not found. Raises `DeviceIoError`."""
+    try:
+        return CuFileLibrary()
+    except DeviceIoError as error:
+        if error.errno != errno.ENOENT or importlib.util.find_spec("kvikio") is None:
+            raise
+    return KvikioLibrary()
+
+
 class CuFileBackend(FileBackend):
     """Transfers device memory with libcufile, and host memory with system calls. Transfers of device memory begin and
     end at whole sectors of the file. A file is registered at its first transfer of device memory."""
 
-    def __init__(self, library: CuFileLibrary, enter_thread: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, library: CuFileLibrary | KvikioLibrary, enter_thread: Callable[[], object] = lambda: None
+    ) -> None:
         """``enter_thread`` makes the device current in the calling thread."""
         self._library = library
         self._enter_thread = enter_thread
-        self._handles: dict[int, int] = {}
+        self._handles: dict[int, Any] = {}
         self._memory: list[int] = []
         self._lock = threading.Lock()
         self._here = threading.local()
@@ -284,7 +358,7 @@ class CuFileBackend(FileBackend):
         with suppress(DeviceIoError):  # the driver may stay open without harm until the process ends
             self._library.close()
 
-    def _move(self, call: Callable[[int, DeviceSpan, int], int], fd: int, offset: int, span: DeviceSpan) -> int:
+    def _move(self, call: Callable[[Any, DeviceSpan, int], int], fd: int, offset: int, span: DeviceSpan) -> int:
         assert offset % SECTOR_BYTES == 0 and span.nbytes % SECTOR_BYTES == 0, "device memory moves in whole sectors"
         if not getattr(self._here, "has_entered", False):
             self._enter_thread()
@@ -303,7 +377,7 @@ class CuFileBackend(FileBackend):
             raise DeviceIoError(errno.EIO, f"libcufile moved {moved_bytes} bytes, which is less than a sector")
         return whole_bytes
 
-    def _handle(self, fd: int) -> int:
+    def _handle(self, fd: int) -> Any:
         with self._lock:
             if fd not in self._handles:
                 self._handles[fd] = self._library.register_file(fd)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, open_direct_library
 from hf_lohan.config import ConfigError, ResolvedConfig
 from hf_lohan.device import Device, DeviceHasher, Lane
 from hf_lohan.device.factory import device_for
@@ -123,7 +123,7 @@ def open_direct_io(config: ResolvedConfig, device: Device) -> CuFileIo | None:
     if trials is None:
         return None
     try:
-        library = CuFileLibrary()
+        library = open_direct_library()
     except DeviceIoError as error:
         if wanted is True:
             raise ConfigError(f"gpu_direct: true cannot be followed, because {error.text}; set it to false") from error
@@ -371,7 +371,7 @@ def _nvidia_fs_ops() -> int:
 def try_folders(arguments: Sequence[str]) -> None:
     device = device_for(torch.device("cuda", int(arguments[0])))
     try:
-        backend = CuFileBackend(CuFileLibrary(), device.enter_thread)
+        backend = CuFileBackend(open_direct_library(), device.enter_thread)
         trials = [try_folder(device, backend, folder) for folder in arguments[1:]]
         backend.close_library()
     except DeviceIoError as error:

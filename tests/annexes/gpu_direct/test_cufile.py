@@ -1,11 +1,14 @@
-"""GPUDirect Storage: every call and error of libcufile through the double, and the refusal of the real library."""
+"""GPUDirect Storage: every call and error of libcufile through the double, the refusal of the real library without a
+driver, and kvikio as the reference."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -299,7 +302,7 @@ def test_compatibility_mode_is_forbidden_and_the_rest_is_the_users(
         CuFileLibrary(FakeCuFile())
 
 
-# The real library.
+# The real libraries.
 
 
 def test_the_real_libcufile_refuses_a_machine_without_driver(tmp_path: Path) -> None:
@@ -316,3 +319,51 @@ def test_the_real_libcufile_refuses_a_machine_without_driver(tmp_path: Path) -> 
         assert run.stdout.strip().endswith("install nvidia-cufile")
         pytest.skip("libcufile is not installed")
     assert "cuFileDriverOpen failed with 50" in run.stdout, run.stdout + run.stderr
+
+
+_ON_FAKE_CUDA = """
+import ctypes, sys
+fake = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+import torch
+from hf_lohan.files import DataFile
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, KvikioLibrary
+from hf_lohan.files.data_file import DeviceSpan
+fake.fake_device_alloc.restype, fake.fake_device_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+size = 64 * 4096
+memory = (ctypes.c_uint8 * size).from_address(fake.fake_device_alloc(size))
+device = torch.frombuffer(memory, dtype=torch.uint8)
+backend = CuFileBackend(KvikioLibrary(allows_host_copies=True))
+file = DataFile(sys.argv[2], backend, create=False)
+file.read(0, [DeviceSpan(device[: 5 * 4096])])
+file.read(5 * 4096, [DeviceSpan(device[5 * 4096 :])])
+expected = torch.frombuffer(bytearray(open(sys.argv[2], "rb").read()), dtype=torch.uint8)
+assert torch.equal(device, expected), "kvikio read other bytes"
+device.bitwise_xor_(0x5A)
+file.write(8 * 4096, [DeviceSpan(device[8 * 4096 : 24 * 4096])])
+expected[8 * 4096 : 24 * 4096] ^= 0x5A
+found = torch.frombuffer(bytearray(open(sys.argv[2], "rb").read()), dtype=torch.uint8)
+assert torch.equal(found, expected), "kvikio wrote other bytes"
+print("equal", backend.direct_read_bytes, backend.direct_write_bytes)
+file.close()
+"""
+
+
+def test_kvikio_moves_what_the_backend_wrote(tmp_path: Path) -> None:
+    if importlib.util.find_spec("kvikio") is None:
+        pytest.skip("kvikio is not installed")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the double of libcuda")
+    library = tmp_path / "libcuda.so.1"
+    source = Path(__file__).with_name("fake_libcuda.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    file = DataFile(str(tmp_path / "file"), FileBackend(), create=True)
+    file.allocate(64 * SECTOR)
+    content = host_memory(64 * SECTOR)
+    content.copy_(noise(64 * SECTOR))
+    file.write(0, [sector_view(content)])
+    file.close()
+    environment = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    command = [sys.executable, "-c", _ON_FAKE_CUDA, str(library), file.path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.stdout.strip() == f"equal {64 * SECTOR} {16 * SECTOR}", run.stdout + run.stderr
