@@ -208,7 +208,7 @@ class GradientPipeline:
     def abandon_step(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records changed,
         and whether updates remain in them."""
-        if not self._announced and not self._excluded:
+        if not self._has_told_ranks:
             self._begin_next()
             return set(), False  # without a wait for the last step's updates
         self._drop_gradients()
@@ -218,6 +218,11 @@ class GradientPipeline:
         # held.
         self._begin_next()
         return self._worker.abandoned
+
+    @property
+    def _has_told_ranks(self) -> bool:
+        """Whether gradients of the step have arrived, or other ranks know that some blocks get none."""
+        return bool(self._announced or self._excluded)
 
     def _drop_gradients(self) -> None:
         """Tell other ranks that the step's gradients are dropped."""
@@ -347,9 +352,9 @@ class RankGradientPipeline(GradientPipeline):
         return super().with_gradient() | _trained_in(self._passed_elsewhere)
 
     def abandon_step(self) -> tuple[set[Block], bool]:
-        had_gradients = self.has_gradients
+        has_told_ranks = self._has_told_ranks
         touched, remains = super().abandon_step()
-        if had_gradients:  # ranks have updated different chunks, and all must load the same blocks again
+        if has_told_ranks:  # ranks have updated different chunks, and all must load the same blocks again
             touched = {block for block in self._block_of.values() if block.state_numel}
         return touched, remains
 

@@ -164,6 +164,7 @@ class UpdateWorker:
     def exclude(self, chunks: Collection[Chunk]) -> None:
         """Tell other ranks that this rank has no gradient of these chunks in the step."""
         assert self._exchange is not None
+        self.abandoned = (set(), False)
         self._exchange.exclude(chunks)
 
     def undo_guesses(self) -> None:

@@ -277,8 +277,8 @@ class GradientExchange:
     def _end(self, what: str) -> None:
         with self._lock:
             if not self._has_ended:
+                self._tell(what)  # first, because an interrupt may end this method, and then it is called again
                 self._has_ended = True
-                self._tell(what)
 
     def _tell(self, what: str, *details: int) -> None:
         self._open_steps.add(self._step)
