@@ -47,7 +47,7 @@ DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
 Embedding: TypeAlias = Literal["auto", "whole", "rows"]
 
 ALL_AUTO = "lohan"
-"""As the value of `offload`: every setting has its default. As a key of a file: the table with all settings."""
+"""`offload` with this value gives every setting its default. In a file, this key has a table with all settings."""
 FITS_OR_NOT = "auto"
 """With this value of `offload`, a Trainer offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
@@ -348,7 +348,7 @@ class OffloadConfig:
         )
 
     def ssd_paths(self, default: str | os.PathLike[str]) -> tuple[SsdPath, ...]:
-        """Return the paths of `ssd`. "auto" is the folder ``default``, in whose name braces have no meaning."""
+        """Return the paths of `ssd`. "auto" is the folder ``default``. Braces in its name are not placeholders."""
         return (SsdPath(os.fspath(default)),) if self.ssd == AUTO else self.ssd
 
     @property

@@ -40,8 +40,7 @@ class ResidentCopy:
         """Bytes that were read so far from RAM instead of the SSD."""
 
     def try_read(self, start: int, out: Tensor) -> bool:
-        """Fill `out` (uint8, any range) and return True if all granules that it touches are held. If not, return
-        False."""
+        """Fill `out` (uint8, any range) if all granules that it touches are held. Returns whether `out` was filled."""
         part = self._granules(start, out)
         with self._lock:
             self._forget_failed_writes()
