@@ -352,7 +352,7 @@ def _embed_rows(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """Return `F.embedding` of an absent table of which only rows are loaded; None if it is loaded whole."""
+    """Return `F.embedding` of an absent table if only its rows are loaded. Return None if it is loaded whole."""
     if not isinstance(table, AbsentParameter) or isinstance(ids, AbsentTensor | AbsentParameter):
         return None
     if max_norm is not None or scale_grad_by_freq or sparse:

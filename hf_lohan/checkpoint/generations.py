@@ -1,4 +1,4 @@
-"""Chooses the stores that a run continues: the newest generation of which all ranks hold a common commit.
+"""Chooses the stores that a run continues: the newest generation in which all ranks have a common commit.
 
 A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
 committed the copy, the old generation is the newest complete generation. Then the new generation is. So a process that
@@ -308,7 +308,7 @@ def opened_stores(paths_of_ranks: Sequence[Sequence[str]]) -> Iterator[list[Stor
 
 
 def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: int) -> Iterator[SeenStore]:
-    """Yield each store of which the rank ``seen_by`` of ``num_ranks`` sees at least a part."""
+    """Yield each store if the rank ``seen_by`` of ``num_ranks`` sees at least a part of it."""
     for number, paths in enumerate(directories):
         for path in paths:
             _refuse_half_moved(path)

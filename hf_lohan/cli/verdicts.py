@@ -49,7 +49,7 @@ class Check:
     value: str
     verdict: Verdict
     advice: str = ""
-    """What the user can do; "" if nothing."""
+    """Advice for the user, or ""."""
     subject: str = ""
     """The SSD path, or "" for the machine."""
 
@@ -205,7 +205,7 @@ def _wear(facts: PathFacts) -> Check:
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
     """Return the checks of measured rates. `dtype` is the dtype of matrix products. An update reads `update_bytes` for
-    each parameter (weight, master and moments), and writes as many."""
+    each parameter (weight, master and moments), and writes the same number of bytes."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         advice = "use an NVMe drive on four lanes, or add one as a further path"

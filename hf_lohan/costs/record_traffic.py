@@ -14,8 +14,8 @@ PARAM = "param"
 FETCHED_KINDS = (PARAM, "codes", "scales")
 """The kinds that passes read if weights are packed."""
 ROWS_SHARE = 16
-"""A forward is assumed to read 1 / `ROWS_SHARE` of a table of which only rows come to the device. Its batch is not
-known when copies are chosen."""
+"""If only rows of a table come to the device, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
+not known when copies are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

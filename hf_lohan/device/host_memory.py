@@ -85,8 +85,8 @@ _FORMER_NAMES: _Names = (
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups with a controller, such as "memory", and of their parents, and
-    whether they are of version 1. A container may show its own group as the root."""
+    """Yield the folders of this process's control groups with a controller, such as "memory", and of these groups'
+    parents. With each, yield whether the group is of version 1. A container may show its own group as the root."""
     lines = ["0::/"]
     with suppress(OSError):
         lines = _OWN_CGROUPS.read_text(errors="replace").splitlines() or lines
@@ -100,8 +100,8 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
-    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
-    of the use and of cached files."""
+    """Yield each memory limit of a control group of this process, with the group's folder and the names of the files
+    that have its used and its cached bytes."""
     for folder, is_former in control_groups("memory"):
         limits, used, cached = _FORMER_NAMES if is_former else _NAMES
         numbers = (_read_int(folder / name) for name in limits)

@@ -181,7 +181,7 @@ def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
 
 
 def _new_directory(parent: str) -> str:
-    """Make a directory whose files cannot have the names of other files, such as those of another path."""
+    """Make a directory, so that files in it cannot collide with other files, for example with files of another path."""
     try:
         return tempfile.mkdtemp(prefix=".lohan-measured-", dir=parent)
     except OSError as error:

@@ -194,7 +194,7 @@ class OffloadLayout(StoredForm):
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """Return the bytes of RAM that this way needs beyond what is already reserved."""
+        """Return the bytes of RAM that this way needs beside the reserved bytes."""
         copy_bytes = kept_bytes(self.common_blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.common_blocks, self.ranks, way) - self.weight_message_bytes)
 

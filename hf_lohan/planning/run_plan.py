@@ -273,8 +273,8 @@ class RunPlan:
         return None
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
-        """Return the ways to exchange weights and gradients for which every rank has the RAM; None if all ranks have
-        RAM for the same ways, or no way fits all ranks."""
+        """Return the ways to exchange weights and gradients that fit every rank's RAM. Return None if all ranks have
+        RAM for the same ways, or if no way fits all ranks."""
         open_ways = self._layout.open_ways
         fitting = [index for index, way in enumerate(open_ways) if self._layout.has_ram_for(way)]
         answers = self._links.all_gather("the ways to exchange weights that fit", json.dumps(fitting).encode())
@@ -484,7 +484,7 @@ class RunPlan:
 
 
 def _layers_without_text(profile: ModelProfile) -> list[str]:
-    """Return the layers that a batch of token ids alone does not reach, such as those of a vision tower."""
+    """Return the layers that a batch of token ids alone does not reach, such as layers of a vision tower."""
     return [layer.name for layer in profile.layers if not layer.flops]
 
 

@@ -46,7 +46,7 @@ class ArrivedChunk:
     codec: BlockCodec | None = None
     """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
     rows: list[RowsOfPiece] = field(default_factory=list)
-    """Pieces of which only rows arrive. `wait` moves the rows to their places."""
+    """Pieces that arrive as rows only. `wait` moves the rows to their places."""
     on_device: Buffer | None = None
     """Device memory in which the gradient arrives. Devices add it to the gradients of other ranks."""
 

@@ -71,7 +71,7 @@ class MissedSteps:
         self._now = 0
         """The last step that counts."""
         self._history: dict[int, dict[str, StepSettings]] = {}
-        """Settings by step and parameter name. Contains only parameters of which at least one part missed the step."""
+        """Settings by step and parameter name. Contains only parameters with at least one part that missed the step."""
         self._applied: dict[Chunk, int] = {}
         """For each chunk that is behind: the last step that its records include."""
         self._caught_up: dict[Chunk, int] = {}

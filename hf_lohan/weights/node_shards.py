@@ -40,7 +40,7 @@ from hf_lohan.weights.source import Decoder
 
 _PAGE_BYTES = 4096
 _PART_MULTIPLE = 256
-"""The parts of a block that ranks of a node copy to their devices begin at multiples of this number of elements."""
+"""Ranks of a node copy parts of a block to their devices. Each part begins at a multiple of this number of elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
 """Number of elements that are coded at once. This is a multiple of the codec's block."""
 _FORM = struct.Struct("<q?q")

@@ -69,7 +69,7 @@ class _Head:
     version: int
     """`num_changes` after the last change of this block."""
     num_filled: int
-    """Number of loads for which the shards of this rank and its counterparts are in the memory of its node."""
+    """Number of loads whose shards of this rank and its counterparts are in the memory of the node."""
     is_closed: int
     keeps_weights: int
     serves: int
@@ -416,7 +416,7 @@ class SharedWeights(Rounds):
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
 
     def _read_numel(self, block: Block, kind: str = PARAM) -> int:
-        """Return the number of elements of one read, or of bytes of packed weights. A read has whole granules."""
+        """Return the number of elements (of packed weights: bytes) in one read. A read has whole granules."""
         numel, granule_numel = self._read_bytes, block.packed_granule_bytes
         if kind == PARAM:
             numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel

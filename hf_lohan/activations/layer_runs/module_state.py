@@ -41,7 +41,7 @@ _MOST_KEPT_BYTES = 1 << 20
 """Copies of larger tensors are kept only if the forward has changed the tensor."""
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, deque, set))
 _PLAIN: set[type] = {bool, int, float, str, type(None)}
-"""Known types of which only a reference is noted."""
+"""Known types. Only a reference to their objects is noted."""
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),

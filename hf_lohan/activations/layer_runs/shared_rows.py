@@ -1,9 +1,9 @@
 """Runs layers on the tokens that one of several ranks has of each row.
 
 The keys and values of a layer go through memory that the ranks share. Each rank writes the keys and values of its
-tokens, waits until all ranks have written theirs, and runs its chunks. The chunks see the keys of earlier tokens on any
-rank. The backward does the same, and sums the gradients of all seen keys and values in float32. When all ranks have
-their sums, each rank adds the sums for its own tokens in rank order, and runs the backward of its keys and values.
+tokens, waits until all ranks have written, and runs its chunks. The chunks see the keys of earlier tokens on any rank.
+The backward does the same, and sums the gradients of all seen keys and values in float32. When all ranks have their
+sums, each rank adds the sums for its own tokens in rank order, and runs the backward of its keys and values.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class BlockTrace:
     repeated_flops: int = 0
     repeated_bytes: int = 0
     times: int = 1
-    """Number of equal calls for which the next call counts."""
+    """Number of equal calls that the next call stands for."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
@@ -354,7 +354,7 @@ class OperationTrace(FakeOperations):
     def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
         super().__init__(fake_mode)
         self.target = target
-        """The block for which operations count. It is replaced when another block begins."""
+        """The block that operations are added to. It is replaced when another block begins."""
         self.live = LiveBytes()
         self.is_in_backward = False
         self.module = ""

@@ -7,11 +7,11 @@ on devices, in rank order, and the owner adds the sums of nodes in their order. 
 read all gradients of the last one, so their buffers are free when the next round has ended.
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
-in the last one, or when its computation waits for other ranks in a step of which it has told something. *No wait is
-circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk waits only
-for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their backward. All
-other ranks enter the round, because they have news or wait. While the computation of a rank waits, other threads of
-the rank serve other ranks, for example by sending weights.
+in the last one, or when its computation waits for other ranks in a step after it has told something of the step. *No
+wait is circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk
+waits only for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their
+backward. All other ranks enter the round, because they have news or wait. While the computation of a rank waits, other
+threads of the rank serve other ranks, for example by sending weights.
 """
 
 from __future__ import annotations
@@ -185,11 +185,11 @@ class GradientExchange:
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
         self._open_steps: set[int] = set()
-        """Steps of which this rank has published news, and that have not ended on all ranks."""
+        """Steps that have not ended on all ranks, and that this rank has published news of."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """Ranks that have no news of a chunk of which this rank has news."""
+        """Ranks without news of a chunk that this rank has news of."""
         # The thread alone uses these.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
