@@ -157,8 +157,8 @@ def _gradient_edge(leaf: Any) -> Any:
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
-    """Return the absent parameter if ``tensor`` is one, or is a view with the same elements in the same order, such as
-    `.data` or an entry of `state_dict()`. None for other tensors."""
+    """Return the absent parameter that ``tensor`` is or views. A view must have the same elements in the same order, as
+    `.data` or an entry of `state_dict()` has. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):

@@ -87,7 +87,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class SeenStore:
-    """The store of one rank, as it is found by a rank of this run."""
+    """The store of one rank, as a rank of this run finds it."""
 
     seen_by: int
     is_own: bool
@@ -185,7 +185,7 @@ class RunStores:
     is_of_launch: bool = False
     """Whether an earlier attempt of this launch has committed to the found stores."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    """Maps (rank of this run, rank of a found store) to the folders at which the first sees the store of the second."""
+    """Maps (rank of this run, rank of a found store) to the folders in which the first sees the store of the second."""
     unneeded: tuple[SeenStore, ...] = field(default=(), repr=False)
     """Older stores and incomplete copies, which no run needs."""
 

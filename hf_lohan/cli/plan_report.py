@@ -102,7 +102,7 @@ def run_plan(
 
 
 def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
-    """Return the request with the length of the longest row, or of packed rows if `--seq-len` is given."""
+    """Return the request with the length of the longest row, or with `--seq-len` the length of packed rows."""
     if not lengths:
         if request.sequence_length is None:
             raise ValueError("neither --seq-len nor --lengths is given; give the length of all rows, or of each row")

@@ -116,7 +116,7 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
 
 
 def _links_between(links: Sequence[GpuLink]) -> str:
-    """Return each kind of link with the pairs of GPUs that it connects. GPUs have the indices that torch uses."""
+    """Return a text with each kind of link and its pairs of GPUs. GPUs have the indices that torch uses."""
     pairs = {kind: [f"{link.first}-{link.second}" for link in links if link.kind is kind] for kind in LinkKind}
     found = [f"{kind.value} ({', '.join(pairs[kind])})" for kind in LinkKind if pairs[kind]]
     return "; ".join(found) or "none, because there is one GPU"

@@ -158,8 +158,8 @@ class Collectives:
         return 1 if self.group_ranks is None else self.group_ranks // num_local
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
-        """Return the payload bytes of weights: ``num_params`` that may be rounded, and ``packed_bytes`` of packed ones,
-        which are never rounded again."""
+        """Return the payload bytes of ``num_params`` weights that may be rounded, and of ``packed_bytes`` of packed
+        weights, which are never rounded again."""
         if self.forward == "int8":
             return WEIGHT_FORMAT.payload_bytes(num_params) + packed_bytes
         if self.forward == "delta":

@@ -80,7 +80,7 @@ class TrainingSetup:
     cpu_fixed_bytes: int = 0
     """Bytes of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
     sequence_ranks: int = 1
-    """Ranks that share each row. Profiles count the tokens of one of them."""
+    """Ranks that share each row. Profiles count the tokens of one rank."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM that ranks share for keys, values and sums of their gradients."""
     ssd_capacity_bytes: int | None = None
@@ -286,8 +286,8 @@ class StepPrediction:
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
     ssd_hides_from_tokens: float | None
-    """T*, the number of tokens per move of the weights with which the drives are busy for as long as the device. None
-    if the drives take longer with any number of tokens."""
+    """T*, the number of tokens per move of the weights at which the drives are busy for the same time as the device.
+    None if the drives take longer with any number of tokens."""
     ssd_hidden_step_s: float
     """The step time without waits for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]

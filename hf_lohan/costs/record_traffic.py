@@ -92,9 +92,9 @@ def step_traffic(
 
 def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
     """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte come first. Records
-    that save equally are spread evenly over the model, so that the remaining reads of a block overlap with the
-    computation of its neighbours. Among these, weights of experts come last, because not every batch needs them. More
-    memory never saves fewer reads."""
+    that save the same are spread evenly over the model, so that the remaining reads of a block overlap with the
+    computation of neighbouring blocks. Among these, weights of experts come last, because not every batch needs them.
+    More memory never saves fewer reads."""
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:

@@ -219,7 +219,7 @@ class CudaDevice(Device):
         return stream
 
     def enter_thread(self) -> None:
-        # torch skips cudaSetDevice for the initial device of a thread, although this thread has no context of it yet.
+        # torch skips cudaSetDevice for the initial device of a thread, although this thread has no CUDA context yet.
         with torch.cuda.device(self.torch_device):
             torch.cuda.Event().record(self._copy_streams[Lane.D2H_ASIDE])
 

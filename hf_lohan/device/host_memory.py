@@ -55,8 +55,8 @@ def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -
 
 
 def available_host_memory_bytes() -> int:
-    """Return how much RAM this process may still allocate on the machine, and within the limits of its control groups
-    (of a container or of a cluster's job)."""
+    """Return the bytes of RAM that this process may still allocate on the machine, within the limits of its control
+    groups (of a container or a cluster's job)."""
     available = int(psutil.virtual_memory().available)
     for folder, limit, used_name, cached in _limits():
         if (used := _read_int(folder / used_name)) is not None:
@@ -80,8 +80,8 @@ _FORMER_NAMES: _Names = (
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-"""Names of the files with limits and use, and names in `memory.stat` of cached files, which the kernel can free.
-`_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
+"""Names of the files with limits and use, and names of the entries in `memory.stat` for cached files, which the kernel
+can free. `_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:

@@ -19,7 +19,7 @@ _MOST_HINTS = 2
 
 @dataclass
 class ExpertFigures:
-    """Counts of the experts that calls needed, and of their loads."""
+    """Counts of the experts that calls needed, and counts of the loads of experts."""
 
     num_used: int = 0
     """Number of experts in all calls."""

@@ -41,7 +41,7 @@ ANY_CONTENT = Content("", "bytes")
 
 
 class Transfer(NamedTuple):
-    """A run of bytes in a file, and the pieces of memory for them, in order."""
+    """A range of bytes in a file, and the pieces of memory for these bytes, in order."""
 
     file: DataFile
     offset: int

@@ -71,7 +71,7 @@ def measure_ssds(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SsdRates], SsdRates]:
-    """Measure each of `paths`, and all of them with striping. Their capacities must be known.
+    """Measure each of `paths` alone, and all of them together with striping. Their capacities must be known.
 
     A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. It has no
     name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not exist, its

@@ -110,7 +110,7 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Bytes of host memory of a node through which blocks go to all its ranks."""
+    """Bytes of a node's host memory that blocks pass through on their way to the node's ranks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0

@@ -264,7 +264,7 @@ class RunPlan:
 
     @property
     def _needs_plan(self) -> str | None:
-        """Why a step needs a plan, and how to do without a plan; None if a step needs none."""
+        """A sentence that says why a step needs a plan, and how to do without one. None if a step needs no plan."""
         if self._config.device_memory != AUTO:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also

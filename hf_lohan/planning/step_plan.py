@@ -279,7 +279,7 @@ class _StepPlanner:
 
     @cached_property
     def _profile_of(self) -> Callable[[int | None], ModelProfile]:
-        """Returns the profile for a number of tokens in a chunk, or for whole layers."""
+        """Returns the profile for a number of tokens in a chunk, or with None for whole layers."""
         return functools.cache(self._make_profile)
 
     def _make_profile(self, chunk_tokens: int | None) -> ModelProfile:
@@ -300,7 +300,7 @@ class _StepPlanner:
 
     @cached_property
     def _planned_in(self) -> Callable[[int | None], PlannedStep]:
-        """Returns the plan for a number of tokens in a chunk, or for whole layers."""
+        """Returns the plan for a number of tokens in a chunk, or with None for whole layers."""
         return functools.cache(self._plan_chunks)
 
     def _plan_chunks(self, chunk_tokens: int | None) -> PlannedStep:

@@ -88,7 +88,7 @@ class ResidentCopy:
             self._writes.append((self._granules(start, source), request))
 
     def forget(self, start: int, source: Tensor) -> None:
-        """Forget the granules that this range (any) touches, because the drive has, or may have, other bytes."""
+        """Forget the granules that this range (any) touches, because the drive may have other bytes."""
         part = self._granules(start, source)
         with self._lock:
             self._change(part)

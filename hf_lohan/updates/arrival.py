@@ -66,7 +66,7 @@ class GradientArrivals:
         self._context = BackwardContext()
         self._open: dict[Chunk, ArrivedChunk] = {}
         self._order: dict[Chunk, int] = {}
-        """Position of each chunk in the order in which gradients of the step came."""
+        """Position of each chunk in the order of arrival of the step's gradients."""
         self._submitted: set[Chunk] = set()
         """Chunks that were submitted in the backward, and published chunks that the backward does not reach."""
         self._held_back: deque[Chunk] = deque()

@@ -153,7 +153,7 @@ class ChunkGradient:
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
-        """Return a gradient of zeros for all trained parameters of the chunk, such as those of an expert without
+        """Return a gradient of zeros for all trained parameters of the chunk, for example of an expert without
         tokens."""
         slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
         return cls(chunk, None, slices, is_zero=True)

@@ -426,7 +426,7 @@ class UpdateQueue:
         return busy_s
 
     def end_step(self, of_others: Collection[ParamSlice] = ()) -> None:
-        """Count one more step for updated parameters, and for those that other ranks update."""
+        """Count one more step for parameters that this rank or another rank updates."""
         self.finish_pending()
         for part in {piece.param_slice for piece in self._pieces} | set(of_others):
             self._setup.step_counts[part] += 1

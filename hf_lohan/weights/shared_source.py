@@ -114,7 +114,7 @@ class _SharedLoad:
     coded: Tensor | None
     """The payload of the block for devices, in shared host memory, if a codec rounds the block for them."""
     is_kept: bool
-    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
+    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of the block."""
     keeps: bool
     """Whether nodes keep the shards that they receive."""
     ordered: _Wanted | None
@@ -183,7 +183,7 @@ class SharedWeights(Rounds):
         self._stale: dict[int, int] = {}
         """For each load's number, a rank that has no weights of the load's period any more."""
         self._own_stale: dict[int, int] = {}
-        """Entries of `_stale` that this rank tells others: its own, and those of ranks that have sent it shards."""
+        """Entries of `_stale` that this rank tells others: its own, and entries of ranks that have sent it shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """The arguments of `keep_weights`, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True

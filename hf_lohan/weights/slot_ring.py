@@ -32,7 +32,7 @@ class Slot:
     size_class: SizeClass
     block: Block | None = None
     ready: Event | None = None
-    """Event of the arrival of `block`; None while its load is not enqueued."""
+    """Event of the arrival of `block`. None until the load of `block` is enqueued."""
     is_loading: bool = False
     """Whether a load writes to the slot. The block may have been forgotten meanwhile."""
     last_use: Event | None = None

@@ -443,7 +443,7 @@ def _is_opaque(value: object) -> bool:
 
 @functools.cache
 def _is_own_code(module_name: str | None) -> bool:
-    """Return whether a module has code of a user or of a checkpoint, and not of a library."""
+    """Return whether a module's code comes from a user or a checkpoint, and not from a library."""
     if module_name is None or module_name.partition(".")[0] in _OPAQUE:
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None)

@@ -123,7 +123,7 @@ class RankStepCosts(StepCosts):
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
     def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
-        """Return the bytes of rows of a backward, which recomputes the experts of some layers."""
+        """Return the bytes of rows of a backward. It recomputes the experts of some layers."""
         share = choice.num_expert_calls / max(1, len(self._model.experts))
         return rows.backward_bytes + share * rows.forward_bytes
 

@@ -78,9 +78,9 @@ class ResourceUse:
     net_bytes: Values
     host_bytes: Values
     gathered_bytes: Values
-    """Weights that a device gets from devices of other ranks of its node."""
+    """Weights that a device gets from other devices of its node."""
     exchanged_bytes: Values
-    """Gradients that a device sends to devices of other ranks of its node."""
+    """Gradients that a device sends to other devices of its node."""
     wait_s: Values
     """Seconds in which no resource can work."""
 

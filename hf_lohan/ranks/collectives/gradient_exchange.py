@@ -443,7 +443,7 @@ class GradientExchange:
 
     def _batches(self, complete: Mapping[_ChunkName, _Told]) -> Iterator[dict[_ChunkName, _Told]]:
         """Yield batches of chunks with different owners, so that all links are busy. If devices add gradients, they
-        exchange a batch at once, and each rank of a node collects one of its chunks."""
+        exchange a batch at once, and each rank of a node collects one chunk of the batch."""
         by_devices = any(part.is_on_device for parts in complete.values() for part in parts.values())
         num_owners = self.ranks.num_local if by_devices else self.ranks.num_ranks
         of_owners: dict[int, list[_ChunkName]] = defaultdict(list)
@@ -497,7 +497,7 @@ class GradientExchange:
     def _add_on_devices(
         self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, place: MeanPlace | None
     ) -> NodeSum | None:
-        """Have the devices of this node's ranks add their gradients of chunks."""
+        """Let the devices of this node's ranks add their gradients of chunks."""
         assert self._device_sums is not None
         ranks = self.ranks
         sends: list[tuple[int, Gradient]] = []

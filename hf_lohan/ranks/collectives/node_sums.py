@@ -101,7 +101,7 @@ class PartsOfNode:
 
 @dataclass(frozen=True, eq=False)
 class ChunkOfNodes:
-    """A chunk with gradients of several nodes, or of one node that is not the owner's."""
+    """A chunk with gradients from several nodes, or from one node that is not the owner's."""
 
     key: int
     owner: int
@@ -128,7 +128,7 @@ class _Piece(NamedTuple):
 
 
 class NodeSums:
-    """One rank's side of the sums over nodes, of chunks that it collects. One thread uses it."""
+    """Adds the sums of nodes, for the chunks that this rank collects. One thread uses it."""
 
     def __init__(
         self, links: Links, coded: MeasuredCodec | None = None, rows: Mapping[int, TableRows] | None = None
