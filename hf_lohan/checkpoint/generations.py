@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
 RESHARDED_FROM = "cut_from"
-"""Name of a fact in the commit of a resharded store: the former number of ranks. The name is that of version 1."""
+"""Name of a fact in the commit of a resharded store: the former number of ranks. Version 1 has the same name."""
 RESHARDED_STORES = "cut_from_stores"
 """Name of a fact in the same commit: for each former rank, the id of its store and the number of its newest commit."""
 

@@ -73,10 +73,10 @@ def measure_ssds(
 ) -> tuple[list[SsdRates], SsdRates]:
     """Measure each of `paths` alone, and all of them together with striping. Their capacities must be known.
 
-    A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. It has no
-    name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not exist, its
-    nearest existing parent is measured. Takes about `budget_s`. Raises CapacityError for too little space, and
-    StorageError.
+    A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. The file
+    has no name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not
+    exist, its nearest existing parent is measured. Takes about `budget_s`. Raises CapacityError for too little space,
+    and StorageError.
     """
     sizes = [_file_bytes(path, scratch_bytes, num_paths=len(paths)) for path in paths]
     num_measured = len(paths) + (len(paths) > 1)

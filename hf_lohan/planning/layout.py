@@ -185,8 +185,8 @@ class OffloadLayout(StoredForm):
         return shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
-        """Return the ways to compare, which are ``ways``, or by default all that the configuration allows. One node has
-        only one way."""
+        """Return the ways to compare: ``ways``, or by default all ways that the configuration allows. One node has only
+        one way."""
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
@@ -269,7 +269,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients, as they are held."""
+        """Bytes of all gradients in the form in which they are held."""
         return sum(self._gradient_record(block).num_bytes for block in self.blocks if block.state_numel)
 
     def _gradient_record(self, block: Block) -> RecordSpec:

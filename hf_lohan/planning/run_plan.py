@@ -116,7 +116,7 @@ class RunPlan:
         self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
         """`fused` of the run that this one continues. Commits of earlier versions do not have it."""
         self.chunks: ChunkedLayers | None = None
-        """The layers that may run in chunks, if any may."""
+        """The layers that may run in chunks. There may be none."""
         self.chunk_tokens: int | None = None
         """Number of tokens in a chunk of the run's layers, once it is decided. None while layers run whole."""
         self._chunks_file: str | None = None

@@ -56,7 +56,7 @@ class StepShape:
     batch_size: int
     sequence_length: int
     num_micro_batches: int = 1
-    """Number of micro-batches, or of groups of them, that each move the weights."""
+    """Number of groups of micro-batches. The weights are moved for each group."""
     num_together: int = 1
     """Number of micro-batches in a group. All forwards of a group run before its first backward."""
 

@@ -398,7 +398,7 @@ class SharedWeights(Rounds):
             wanted.on_delivered(stale_error(self._ranks.rank, wanted.block))
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
-        """Have updates deliver this rank's shard, and order the reads of the rest."""
+        """Let updates deliver this rank's shard, and request the reads of the parts that they do not deliver."""
         load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
             return  # `_wait_for_own_shard` notes it

@@ -305,8 +305,8 @@ class LiveBytes:
 
 
 class FakeOperations(TorchDispatchMode):
-    """Runs operations on fake tensors, and has `note_call` note each. It may be entered again inside ``fake_mode``, to
-    see operations before that mode sees them."""
+    """Runs operations on fake tensors, and notes each with `note_call`. It may be entered again inside ``fake_mode``,
+    to see operations before that mode sees them."""
 
     supports_higher_order_operators = True
 

@@ -2,8 +2,8 @@
 
 A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks tell each other what
 they have published since the last one, so all find the same chunks complete, in the same order. On each node, the rank
-with the owner's local rank is the chunk's *collector*. It adds the gradients of its node, which are in shared memory or
-on devices, in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
+with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared memory
+or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
 read all gradients of the last one, so their buffers are free when the next round has ended.
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
