@@ -68,7 +68,7 @@ def cut_for_ranks(
     from 0 to the end of the block. A shard may be empty.
 
     ``unit_numels``: the units of the trainable elements (see `cut_units`). Frozen elements follow these. Cuts are at
-    granules. They are also between units in small blocks, with ``keeps_units``, and if that costs at most `_IMBALANCE`
+    granules. A cut is between units in small blocks, with ``keeps_units``, or if that moves it by at most `_IMBALANCE`
     of a shard. The norm of each parameter's gradient is then computed in one piece. ``packed_numels``: sizes of the
     records of packed weights, which follow the ``numel`` elements and have granules of ``packed_granule_numel``.
     """

@@ -38,7 +38,7 @@ _DECAY = 0.9**0.25
 """Factor by which a use loses weight in each later pass, which is 0.9 over four passes."""
 _TRUSTED_FROM = 0.5
 _RANK_STEPS = 16
-"""Number of ranks for each factor of 2 between counts."""
+"""Number by which `rank` increases if the count doubles."""
 
 
 class Call(enum.Enum):

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both lists
+"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both tuples
 joined."""
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
 """Seconds that a rank without news pauses after a round without news."""

@@ -24,7 +24,7 @@ from hf_lohan.costs.step.expert_costs import ROUTER_SYNC_S
 
 COMPUTE, H2D, D2H, SSD, CPU, HASH = "compute", "h2d", "d2h", "ssd", "cpu", "hash"
 _URGENT, _SOON, _ANY_TIME = 0, 1, 2
-"""Urgency of weights, of other reads and of writes on the drives, as in a run."""
+"""Urgency on the drives, as in a run: of weights, of other reads, and of writes."""
 _STAGING_BUFFERS = 4
 """Number of buffers through which activations move to and from the drives."""
 DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, SizeClass.RESIDENT: 1 << 20}
