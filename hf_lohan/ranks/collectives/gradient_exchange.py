@@ -369,7 +369,7 @@ class GradientExchange:
                 touched.update(dict.fromkeys((step, key) for key in self._note(rank, step, what, details)))
         self._drop_abandoned()
         complete = {name: parts for name in touched if (parts := self._pop_complete(*name)) is not None}
-        self._note_awaited()  # before sums, which may take long, and for which no other computation is needed
+        self._note_awaited()  # before sums, because sums may take long and do not wait for computation
         for batch in self._batches(complete):
             self._add(batch)
         self._read = list(complete)
