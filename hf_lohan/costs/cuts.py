@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 
 _EVEN_PARTS = 16
-"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` of the mean."""
+"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
 _NUM_TRIED = 16
 """Number of long segments that are searched for a segment of the receiver's own rows."""
 

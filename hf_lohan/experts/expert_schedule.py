@@ -1,7 +1,7 @@
 """The order in which experts are loaded. Routing says which experts are needed. Before the routing, hints predict them.
 
-A pass is a sequence of *visits*, one for each layer with experts in forward order, and in training also one for each in
-backward order. The experts of a visit are known in one of three ways. The first that applies is used:
+A pass is a sequence of *visits*. It visits each layer with experts in forward order, and in training then in backward
+order too. The experts of a visit are known in one of three ways. The first that applies is used:
 
 * *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
   all its experts are known when it begins. * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all

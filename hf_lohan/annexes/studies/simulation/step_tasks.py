@@ -32,7 +32,7 @@ DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, Si
 _DEFAULT_BUFFER_BYTES = 4 * MAX_CHUNK_NUMEL
 _MOST_PIECES = 8
 _ADDED_BYTES, _UPDATED_BYTES = 12, 28
-"""Bytes in RAM that adding a gradient to a sum moves, and that an update moves. The ratio gives the rate of sums."""
+"""Bytes that are moved in RAM to add a gradient to a sum, and by an update. The ratio gives the rate of sums."""
 _PIECES_OF_A_PASS = 3000
 """Approximate maximum of pieces in a step. With many blocks each has fewer pieces, so that a simulation stays short."""
 _EXPERT_PARTS = 4
