@@ -136,7 +136,7 @@ class PoolRequest:
     blocks: Sequence[BlockShape]
     gpu_memory_bytes: int
     device_memory_bytes: int | None = None
-    """The setting `device_memory`, of which `gpu_memory_bytes` are for slots; None for "auto"."""
+    """The setting `device_memory`, which includes `gpu_memory_bytes`; None for "auto"."""
     cpu_memory_bytes: int
     prefetch_blocks: int
     num_state_buffers_per_chunk: int
@@ -160,7 +160,7 @@ class PoolRequest:
     multiplies_whole: bool = False
     """Whether the update of a whole parameter multiplies matrices on the device."""
     rows_granule_bytes: int = 0
-    """Bytes of the largest granule of a block of which only rows come to the device. 0 if there is none."""
+    """Bytes of the largest granule of a block that comes to the device as rows only. 0 if there is none."""
     num_rows_buffers: int = 1
     """Number of host buffers for these rows."""
     lent_expert_bytes: int = 0

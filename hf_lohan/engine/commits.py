@@ -63,7 +63,7 @@ def decide_alone(interval: CommitInterval, num_steps: int, since_s: float, step_
 
 
 def has_steps(store: Store) -> bool:
-    """Return whether the store has a committed step after an update, to which a run can return."""
+    """Return whether the store has a committed step, after an update, that a run can return to."""
     whole = [commit for commit in store.kept_commits if not commit.is_torn] if store.num_homes > 1 else []
     counts = [commit.facts.get("num_updates") for commit in whole]
     return any(isinstance(count, dict) and any(count.values()) for count in counts)

@@ -61,8 +61,8 @@ def packed_weight_error(name: str, form: PackedForm) -> ValueError:
 
 
 def another_base_error(folder: str, name: str) -> ForeignStoreError:
-    """Return the error for a model with other frozen weights than the run with steps in ``folder``. ``name``: the first
-    weight that differs."""
+    """Return the error for a model whose frozen weights differ from those of the run with steps in ``folder``.
+    ``name``: the first weight that differs."""
     return ForeignStoreError(
         f"{folder} holds the steps of a run over another base: its frozen weights differ from those of this model, "
         f"first in {name}; load the base of that run to go on from there (and set the seed before, if some of its "
@@ -249,7 +249,7 @@ class ParameterAccess:
         return min(self._piece_numel, _MOST_DECODED_NUMEL) // LARGEST_BLOCK * LARGEST_BLOCK
 
     def _check_unchanged(self, name: str, first: int, values: Tensor, form: PackedForm) -> None:
-        """Raise ValueError if these values of a packed weight are not those in the store."""
+        """Raise ValueError if these values of a packed weight differ from the store."""
         for start, piece in self.read_pieces(name, "param", first, first + values.numel()):
             given = values[start - first : start - first + piece.numel()]
             if not torch.equal(piece, given.to("cpu", piece.dtype)):
@@ -512,7 +512,7 @@ class CollectiveReads:
     chooses the order and tells the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
 
     def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
-        """`access` is called for each weight, so that an engine waits for its updates."""
+        """`access` is called for each weight, because an engine waits for the weight's updates in this call."""
         self._access = access
         self._links = links
 

@@ -78,7 +78,8 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """The most rows that one rank owns in a forward of a layer, summed over all forwards. Others would wait for it."""
+    """The most rows that one rank owns in a layer's forward, summed over all forwards. Others would wait for that
+    rank."""
     most_computed: int = 0
 
     def add_forward(

@@ -55,7 +55,7 @@ class ModelBlocks:
 
     @property
     def table(self) -> Block | None:
-        """The block of which only rows come to the device. No module with hooks needs it."""
+        """The block that comes to the device as rows only. No module with hooks needs it."""
         return next((block for block in self.blocks if block.size_class is SizeClass.ROWS), None)
 
     @property
@@ -177,8 +177,7 @@ def discover_blocks(
 
     `working_dtype` is the dtype of all parameters except integers and those in `kept_in_float32`. With None, each
     parameter keeps its dtype. A block has parameters of one dtype and one rule, so a module with several has several
-    blocks.
-    `by_rows` is the weight of which only rows come to the device (`table_of_rows`), unless it stays there.
+    blocks. `by_rows` is the weight that comes to the device as rows only (`table_of_rows`), unless it stays there.
     `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
     that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
     """

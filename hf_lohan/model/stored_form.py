@@ -112,7 +112,7 @@ def _as_range(numbers: list[int]) -> Sequence[int]:
 
 
 def common_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks that all ranks load together. Experts that belong to one rank, and the table of which only rows
+    """Return the blocks that all ranks load together. Experts that belong to one rank, and the table if only its rows
     are loaded, are left out."""
     return [block for block in blocks if block.owner is None and block.size_class is not SizeClass.ROWS]
 

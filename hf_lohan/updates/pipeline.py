@@ -42,7 +42,7 @@ class GradientPipeline:
         self._passed: dict[Chunk, None] = {}
         """Chunks with a gradient of zero in a backward of this step. Other backwards may have given them gradients."""
         self._excluded: set[Chunk] = set()
-        """Chunks of which this rank has no gradient in the step. Other ranks may have updated them already."""
+        """Chunks without a gradient of this rank in the step. Other ranks may have updated them already."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._num_backwards = 0
         """Number of backwards of the step in progress."""

@@ -48,7 +48,7 @@ class UpdateSetup:
     num_held_chunks: int = 0
     """Number of chunks of the other blocks. At most this number of gradients is held in `gradients`."""
     shared_ram: HostStack | None = None
-    """RAM of which activations use the bottom, and held gradients the rest. None with several ranks, because ranks read
+    """RAM for activations (at the bottom) and held gradients (the rest). None with several ranks, because ranks read
     each other's gradients from buffers."""
     spill: RecordFiles | None = None
     keeps_gradient_dtypes: bool = False

@@ -81,8 +81,8 @@ class OwnRows:
         self._updates.settle(self.table)
 
     def fill(self, ids: RowIds, out: Tensor) -> None:
-        """Fill ``out`` with this rank's elements of the rows, row by row. Raises StaleError if an update of these rows
-        is outstanding, and the errors of the store."""
+        """Fill ``out`` with this rank's elements of the rows, row by row. Raises the store's errors, and StaleError if
+        an update of these rows is outstanding."""
         first, last = self.elements_of(self.rank)
         flat, place = out.view(-1), 0
         missing: list[tuple[int, Tensor]] = []

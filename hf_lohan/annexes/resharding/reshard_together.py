@@ -293,7 +293,7 @@ def _copy_shard(
 
 
 def _hand_over(content: Tensor | None, reader: int, writer: int, lane: RankLane) -> None:
-    """Send ``content`` from rank ``reader`` to rank ``writer``. All ranks call this, and others' content is unused."""
+    """Send ``content`` from rank ``reader`` to rank ``writer``. All ranks call this. Others' content is unused."""
     me = lane.place
     flat = bytes_of(content) if content is not None and me in (reader, writer) else torch.empty(0, dtype=torch.uint8)
     sent = [flat.numel() * (me == reader and rank == writer) for rank in lane.members]

@@ -39,8 +39,8 @@ def choose_solver(
     *,
     compares: bool = False,
 ) -> OffloadPlan:
-    """Return ``plan``, which is Algorithm 1's, or the plan of the solver in the setup, with the simulated steps of the
-    solvers that were tried. `auto` is Algorithm 1, because measured steps did not show the gain of simulated steps
+    """Return ``plan`` (Algorithm 1's) or the plan of the setup's solver, with the simulated steps of the tried solvers.
+    `auto` is Algorithm 1, because measured steps did not show the gain of simulated steps
     (`scripts/benchmarks/bench_migration.py --measure`). ``compares``: try all solvers in any case.
 
     Other solvers are tried only with `activations: auto`, and for a plan that fits. With several ranks nothing is
