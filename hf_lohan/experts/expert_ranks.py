@@ -78,7 +78,7 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """The most rows that one rank owns in a layer's forward, summed over all forwards. Others would wait for that
+    """The most rows that a rank owns in a layer's forward, summed over all forwards. Others would wait for that
     rank."""
     most_computed: int = 0
 
