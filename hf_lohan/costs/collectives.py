@@ -199,7 +199,7 @@ def collectives_of_word(word: str) -> Collectives:
 
 
 def all_ways() -> tuple[Collectives, ...]:
-    """Return all ways to exchange weights and gradients between nodes, and those of ZeRO++ that also round within
+    """Return all ways to exchange weights and gradients between nodes, and the ways of ZeRO++ that also round within
     nodes. Ways that round nothing come first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
     return (*sorted(ways, key=lambda way: not way.is_exact), *ZERO_PLUS_PLUS.open_ways())

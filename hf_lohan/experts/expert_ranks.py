@@ -78,8 +78,7 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """The most rows that a rank owns in a layer's forward, summed over all forwards. Others would wait for that
-    rank."""
+    """The most rows that a rank owns in a layer's forward, summed over all forwards. Others would wait for it."""
     most_computed: int = 0
 
     def add_forward(

@@ -34,7 +34,7 @@ def kept_ranks(ranks: Ranks, way: Collectives) -> list[int]:
 
 
 def carried_ranks(ranks: Ranks, way: Collectives) -> list[int]:
-    """Return the ranks whose shards a rank sends to its counterparts in its group: its own and those that it keeps."""
+    """Return the ranks whose shards a rank sends to its counterparts in its group: itself and its `kept_ranks`."""
     return [ranks.rank, *kept_ranks(ranks, way)]
 
 

@@ -116,8 +116,8 @@ class Handover:
     of a block first gets its new parameters from here, and then reads only the rest from the store."""
 
     def __init__(self, device: Device, device_of_experts: Device | None = None) -> None:
-        """``device``: copies new parameters to readers. ``device_of_experts``: copies those of experts that belong to
-        one rank; by default ``device``."""
+        """``device``: copies new parameters to readers. ``device_of_experts``: copies parameters of experts that belong
+        to one rank; by default ``device``."""
         self._devices = device, device_of_experts or device
         # Callers enter the lock and not the condition. `IoEngine` says why.
         self._lock = threading.RLock()

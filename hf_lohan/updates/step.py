@@ -157,7 +157,7 @@ class StepTransaction:
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of a backward. Raises RuntimeError if torch would add them to this step's clipped
-        gradients, or to those of the last step, which are gone."""
+        gradients, or to the last step's gradients, which are gone."""
         if self._max_norm is not None:
             raise RuntimeError(
                 f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the "

@@ -1,4 +1,4 @@
-"""Costs of a step with several ranks. The costs are those of one rank (`StepCosts`), extended by the resources that it
+"""Costs of a step with several ranks. The costs are those of one rank (`StepCosts`), and include the resources that it
 shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,

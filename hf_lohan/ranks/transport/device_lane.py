@@ -117,7 +117,7 @@ class DeviceLane:
     # Called by ``enqueue``.
 
     def fill_from_all(self, whole: Tensor, parts: Sequence[tuple[int, int]]) -> None:
-        """Send this rank's part of ``whole``, memory of its device, to the node's other ranks, and receive theirs.
+        """Send this rank's part of ``whole``, memory of its device, to the node's other ranks, and receive their parts.
         ``parts``: the ranges [start, stop) by local rank."""
         views = [whole[start:stop].view(torch.uint8) for start, stop in parts]
         own, members = views[self._ranks.local_rank], range(self._ranks.num_local)

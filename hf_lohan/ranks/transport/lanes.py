@@ -250,8 +250,8 @@ class RankLane:
     def exchange(
         self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str
     ) -> None:
-        """Send parts of ``sent``, uint8 of ``sum(send_sizes)``, to the members in their order, and receive theirs to
-        ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
+        """Send parts of ``sent``, uint8 of ``sum(send_sizes)``, to the members in their order, and receive their parts
+        to ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
         with self._in_use:
             self.finish(self.begin_exchange(sent, send_sizes, received, sizes, tag))
 
