@@ -20,7 +20,7 @@ from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_o
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script or module that `arguments` (default: `sys.argv`) name, as if it were started directly.
+    """Run the script or module in `arguments` (default: `sys.argv`) as if it were started directly.
 
     Exits with status 2 and one line for a bad offload configuration and for a script that does not exist. Exceptions of
     the script are not caught.

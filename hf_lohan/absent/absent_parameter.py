@@ -157,8 +157,8 @@ def _gradient_edge(leaf: Any) -> Any:
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
-    """Return the absent parameter if ``tensor`` is one, or is a view with the same elements in the same order, such as
-    `.data` or an entry of `state_dict()`. None for other tensors."""
+    """Return the absent parameter that ``tensor`` is or views. A view must have the same elements in the same order, as
+    `.data` or an entry of `state_dict()` has. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):
@@ -352,7 +352,7 @@ def _embed_rows(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """Return `F.embedding` of an absent table of which only rows are loaded; None if it is loaded whole."""
+    """Return `F.embedding` of an absent table if only its rows are loaded. Return None if it is loaded whole."""
     if not isinstance(table, AbsentParameter) or isinstance(ids, AbsentTensor | AbsentParameter):
         return None
     if max_norm is not None or scale_grad_by_freq or sparse:

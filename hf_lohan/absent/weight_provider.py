@@ -74,7 +74,7 @@ class WeightProvider(Protocol):
         """Load weights for one operation. Raises RuntimeError while their values are undefined."""
 
     def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> Tensor | None:
-        """Return the rows ``ids`` of a table of which only rows are loaded; None for other parameters."""
+        """Return the rows ``ids`` of a table if only its rows are loaded. Return None for other parameters."""
 
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return an ordinary parameter with the same values. Raises RuntimeError if this may copy a whole model."""

@@ -23,7 +23,7 @@ from hf_lohan.compat.torch_private import version_of
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
-    """Sizes that decide whether the loss is computed in chunks, and how large a chunk is."""
+    """Sizes that decide whether the loss is computed in chunks, and the size of a chunk."""
 
     over_bytes: int
     """The loss is computed in chunks if the logits would be larger than this in float32."""
@@ -77,8 +77,8 @@ class Smoothing:
     """Sum of the cross entropy over all tokens, in float32, without terms that the model adds. None before the loss."""
 
     def shifted(self, num_tokens: int) -> Tensor | None:
-        """Return ``num_tokens`` targets, which are for all tokens, or for all but the last of each sequence. None if
-        neither has this number."""
+        """Return ``num_tokens`` targets: one for each token, or for each token except the last of each sequence. None
+        if neither has this number."""
         if num_tokens == self.labels.numel():
             return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
         return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None

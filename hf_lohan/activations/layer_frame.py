@@ -167,7 +167,7 @@ class LayerFrame:
         return self._swapper.swap_out(tensor, placement)
 
     def protect(self, tensors: Iterable[Tensor]) -> None:
-        """Preserve those of ``tensors`` that are stored, before an operation overwrites them."""
+        """Preserve the stored tensors among ``tensors`` before an operation overwrites them."""
         for tensor in tensors:
             storage = storage_of(tensor)
             for stored in self.stored:

@@ -179,7 +179,7 @@ def _hidden_of_view(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> 
 
 
 def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
-    """Return the shape that ``sizes`` stands for, or None if it does not fit, so that torch raises the error."""
+    """Return the shape that ``sizes`` stands for. Return None if it does not fit, so that torch raises the error."""
     sizes = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, tuple | list) else []
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return None

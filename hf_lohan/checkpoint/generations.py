@@ -1,4 +1,4 @@
-"""Chooses the stores that a run continues: the newest generation of which all ranks hold a common commit.
+"""Chooses the stores that a run continues: the newest generation in which all ranks have a common commit.
 
 A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
 committed the copy, the old generation is the newest complete generation. Then the new generation is. So a process that
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
 RESHARDED_FROM = "cut_from"
-"""Name of a fact in the commit of a resharded store: the former number of ranks. The name is that of version 1."""
+"""Name of a fact in the commit of a resharded store: the former number of ranks. Version 1 has the same name."""
 RESHARDED_STORES = "cut_from_stores"
 """Name of a fact in the same commit: for each former rank, the id of its store and the number of its newest commit."""
 
@@ -87,7 +87,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class SeenStore:
-    """The store of one rank, as it is found by a rank of this run."""
+    """The store of one rank, as a rank of this run finds it."""
 
     seen_by: int
     is_own: bool
@@ -185,7 +185,7 @@ class RunStores:
     is_of_launch: bool = False
     """Whether an earlier attempt of this launch has committed to the found stores."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    """Maps (rank of this run, rank of a found store) to the folders at which the first sees the store of the second."""
+    """Maps (rank of this run, rank of a found store) to the folders in which the first sees the store of the second."""
     unneeded: tuple[SeenStore, ...] = field(default=(), repr=False)
     """Older stores and incomplete copies, which no run needs."""
 
@@ -308,7 +308,7 @@ def opened_stores(paths_of_ranks: Sequence[Sequence[str]]) -> Iterator[list[Stor
 
 
 def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: int) -> Iterator[SeenStore]:
-    """Yield each store of which the rank ``seen_by`` of ``num_ranks`` sees at least a part."""
+    """Yield each store if the rank ``seen_by`` of ``num_ranks`` sees at least a part of it."""
     for number, paths in enumerate(directories):
         for path in paths:
             _refuse_half_moved(path)

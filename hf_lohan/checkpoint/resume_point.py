@@ -142,7 +142,7 @@ def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[s
 
 def store_paths_of(run: str | Path) -> list[list[str]]:
     """Return the ssd paths of a run: one list that all ranks share, or one list for each rank. ``run`` is the output
-    folder, a folder in it, or the folder of a store. Raises ValueError if ``run`` is not of an offloaded run.
+    folder, a folder in it, or the folder of a store. Raises ValueError if there is no offloaded run.
 
     If the output folder was moved, a store inside it is still found.
     """

@@ -1,4 +1,4 @@
-"""Reads the routing of experts that a run has counted, and the owners of its experts."""
+"""Reads the numbers of rows of experts that a run has counted, and the owners of its experts."""
 
 from __future__ import annotations
 

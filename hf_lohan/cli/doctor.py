@@ -115,7 +115,7 @@ def print_tables(examination: Examination, console: Console | None = None) -> No
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """Return a table with the advice below each value, because a third column would be too narrow."""
+    """Return a table with the advice below each value, because a separate column would be too narrow."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True, width=max(len(verdict.value) for verdict in Verdict))

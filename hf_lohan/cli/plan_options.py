@@ -19,7 +19,7 @@ TrustRemoteCode: TypeAlias = Annotated[
 
 
 def option(default: Any, metavar: str | None, text: str, *names: str) -> Any:
-    """Declare a field as an option with the help ``text``. ``names``: by default the name of the field."""
+    """Declare a field as an option with the help ``text``. ``names``: the option's names, by default the field's."""
     return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=text)})
 
 

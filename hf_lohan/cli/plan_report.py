@@ -104,7 +104,7 @@ def run_plan(
 
 
 def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
-    """Return the request with the length of the longest row, or of packed rows if `--seq-len` is given."""
+    """Return the request with the length of the longest row, or with `--seq-len` the length of packed rows."""
     if not lengths:
         if request.sequence_length is None:
             raise ValueError("neither --seq-len nor --lengths is given; give the length of all rows, or of each row")
@@ -180,7 +180,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
 
 
 def _on_resources(planned: PlannedRun) -> Iterable[str]:
-    """Yield sentences on links, and on the number of tokens from which computing hides the other resources."""
+    """Yield sentences on links, and on the least number of tokens with which computing hides the other resources."""
     yield from rounded_within(planned.plan)
     yield from between_gpus(planned.plan, planned.hardware, planned.request.gpu_link)
     yield hiding(planned)
@@ -399,7 +399,7 @@ def _records(planned: PlannedRun) -> Iterable[str]:
 
 
 def _gradients(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on held gradients for which the pools have no buffers."""
+    """Yield a sentence on held gradients if the pools have no buffers for them."""
     all_bytes, spilled_bytes = planned.setup.spilled_gradient_bytes, planned.plan.prediction.spilled_gradient_bytes
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)

@@ -334,7 +334,7 @@ def _measured(config: ResolvedConfig, device: Device, traced: TracedModel, dtype
 
 
 def _direct_if_asked(hardware: HardwareProfile, config: ResolvedConfig, path: str) -> HardwareProfile:
-    """Return the profile, which was read from ``path``. It keeps GPUDirect Storage if the configuration allows it."""
+    """Return the profile that was read from ``path``, without GPUDirect Storage if the configuration forbids it."""
     if config.gpu_direct is True and not hardware.device.moves_files:
         raise ValueError(
             f"gpu_direct: true cannot be planned for, because the device in {path} does not have moves_files: true; "

@@ -49,7 +49,7 @@ class Check:
     value: str
     verdict: Verdict
     advice: str = ""
-    """What the user can do; "" if nothing."""
+    """Advice for the user, or ""."""
     subject: str = ""
     """The SSD path, or "" for the machine."""
 
@@ -116,7 +116,7 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
 
 
 def _links_between(links: Sequence[GpuLink]) -> str:
-    """Return each kind of link with the pairs of GPUs that it connects. GPUs have the indices that torch uses."""
+    """Return a text with each kind of link and its pairs of GPUs. GPUs have the indices that torch uses."""
     pairs = {kind: [f"{link.first}-{link.second}" for link in links if link.kind is kind] for kind in LinkKind}
     found = [f"{kind.value} ({', '.join(pairs[kind])})" for kind in LinkKind if pairs[kind]]
     return "; ".join(found) or "none, because there is one GPU"
@@ -205,7 +205,7 @@ def _wear(facts: PathFacts) -> Check:
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
     """Return the checks of measured rates. `dtype` is the dtype of matrix products. An update reads `update_bytes` for
-    each parameter (weight, master and moments), and writes as many."""
+    each parameter (weight, master and moments), and writes the same number of bytes."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         advice = "use an NVMe drive on four lanes, or add one as a further path"

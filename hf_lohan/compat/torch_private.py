@@ -164,7 +164,7 @@ def records_cuda_graphs() -> bool:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what the backend "inductor" lacks on this machine to compile for a device; None if it lacks nothing."""
+    """Return the name of a tool that the backend "inductor" lacks on this machine to compile for a device, or None."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler  # imports the compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -348,7 +348,7 @@ def using_attention_kernels(kernels: list[SDPBackend]) -> Iterator[None]:
 def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
     """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
 
-    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries. If
+    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size]. There are not fewer keys than queries. If
     no kernel does this, attention over earlier keys and causal attention over the queries' own keys are joined. A mask
     is made only if no fused kernel of the device supports these sizes and this dtype.
     """

@@ -205,7 +205,7 @@ def bytes_in_file(source: Any) -> int:
 def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` load the tensors that ``replace`` returns for a checkpoint's tensors, which are not read
     yet. A tensor with a method ``decode(first row, last row, dtype)`` is read by it. A tensor whose ``is_stored`` is
-    true is on meta. The weight that is made of it is passed whole to the ``take`` of `loaded_in_rows`."""
+    true is on meta. The weight that is made from the tensor is passed as a whole to ``take`` of `loaded_in_rows`."""
     stock = modeling_utils.convert_and_load_state_dict_in_model
 
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) 
 
 
 SourcesOfUnits = list[list[str]]
-"""For each unit of a weight (an expert, or the whole weight), the names of the matrices whose rows it has, in order."""
+"""For each unit of a weight (an expert, or the whole weight), the names of its matrices in the order of their rows."""
 
 
 def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesOfUnits]:

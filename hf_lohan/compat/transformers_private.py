@@ -29,7 +29,7 @@ LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 """Names of the key-value cache in a forward's arguments and outputs. "cache" is new in transformers 5.24."""
 _ELEMENTS_OF_A_THREAD = 32768
-"""torch's GRAIN_SIZE: an elementwise kernel on the CPU gives a thread at least as many elements."""
+"""torch's GRAIN_SIZE: an elementwise kernel on the CPU gives a thread at least this number of elements."""
 _VECTOR_BYTES = 128
 """Number of bytes that an elementwise kernel computes at once: two vectors of AVX-512."""
 
@@ -128,7 +128,7 @@ def make_non_reentrant(module: Any) -> None:
 
 @contextlib.contextmanager
 def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]:
-    """Exclude those of ``others`` that are in ``folder`` from Trainer's uploads of ``folder`` to the Hub."""
+    """Exclude the folders ``others`` from Trainer's uploads of ``folder`` to the Hub."""
     api = stock_module.hf_api()
     stock = api.upload_folder
     folder = os.path.realpath(folder)

@@ -1,4 +1,4 @@
-"""Makes settings from four answers about model, card, RAM and drives, for which `lohan config --ask` asks."""
+"""Makes settings from four answers, about model, card, RAM and drives (`lohan config --ask`)."""
 
 from __future__ import annotations
 

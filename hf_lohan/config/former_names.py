@@ -39,7 +39,7 @@ _DECIDED = {
 
 
 _IN_ALL_RECORDS = {"schedule", "io_threads", "io_piece_bytes", "prefetch_blocks"}
-"""Settings in the records of all earlier versions."""
+"""Settings that every earlier version wrote when it saved a run's config."""
 
 
 def refuse_former_names(settings: Mapping[Any, object]) -> None:

@@ -47,7 +47,7 @@ DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
 Embedding: TypeAlias = Literal["auto", "whole", "rows"]
 
 ALL_AUTO = "lohan"
-"""As the value of `offload`: every setting has its default. As a key of a file: the table with all settings."""
+"""`offload` with this value gives every setting its default. In a file, this key has a table with all settings."""
 FITS_OR_NOT = "auto"
 """With this value of `offload`, a Trainer offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
@@ -111,8 +111,8 @@ class OffloadConfig:
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
     """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
-    less so that 6 GiB stay free for other things, such as workers of the data loader, but never less than 60%. If the
-    device computes in host memory, "auto" is 60%."""
+    all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other things, such as workers of the data loader.
+    If the device computes in host memory, "auto" is 60%."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
         AUTO, check_ssd, here=lambda config, free: config.ssd_paths(free.default_ssd_path)
@@ -185,9 +185,9 @@ class OffloadConfig:
     commit_every: int | str = setting(AUTO, check_interval)
     """How often a step is committed, so that a run can resume from it: a number of steps, or a time such as "10min".
     Records with a copy in RAM are written only for commits. "auto" commits every step unless this makes steps longer or
-    writes over 64 MiB more. In that case it commits so rarely that commits take 2% of the time and write 2 MB a second
-    (a consumer drive endures four times this rate for five years), but at least every 10 minutes. It still commits
-    every step if rare commits would make steps 3% longer."""
+    writes over 64 MiB more. In that case commits take at most 2% of the time and write at most 2 MB a second (a
+    consumer drive endures four times this rate for five years), but one step in 10 minutes is always committed. Every
+    step is still committed if rare commits would make steps 3% longer."""
 
     max_skipped_steps: int = setting(5, check_number)
     """A step with gradients that are not finite is skipped. The run ends after this many skipped steps in a row."""
@@ -348,7 +348,7 @@ class OffloadConfig:
         )
 
     def ssd_paths(self, default: str | os.PathLike[str]) -> tuple[SsdPath, ...]:
-        """Return the paths of `ssd`. "auto" is the folder ``default``, in whose name braces have no meaning."""
+        """Return the paths of `ssd`. "auto" is the folder ``default``. Braces in its name are not placeholders."""
         return (SsdPath(os.fspath(default)),) if self.ssd == AUTO else self.ssd
 
     @property

@@ -141,7 +141,7 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
 def or_auto(
     check: Callable[[str, object], Checked], words: str = ", or 'auto'"
 ) -> Callable[[str, object], Checked | Literal["auto"]]:
-    """Return a check that takes "auto" and what ``check`` takes. ``words`` end the error for other values."""
+    """Return a check that accepts "auto" and what ``check`` accepts. ``words`` end the error for other values."""
 
     def check_or_auto(name: str, value: object) -> Checked | Literal["auto"]:
         if value == AUTO:
@@ -249,7 +249,7 @@ class SsdPath:
     """Maximum size of the store in the directory, in bytes. "auto" is the free space of the file system."""
 
     names_ranks: bool = False
-    """Whether `{local_rank}` and `{node}` in the path are replaced by a rank's indices. Only in a user's setting."""
+    """Whether `{local_rank}` and `{node}`, which only a user's path may have, are replaced by a rank's indices."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(self.path))

@@ -1,9 +1,9 @@
 """Plans where weights, states and activations lie, and how a step runs, before anything moves.
 
 The planner is arithmetic over sizes, budgets and rates, without torch and without I/O. `pool_plan` divides the two
-memory budgets into pools, or refuses them with the numbers. `record_traffic` chooses the records with a copy in RAM.
-`plan_offload` takes a `HardwareProfile` and a `ModelProfile`, decides which activations are kept, swapped or recomputed
-and how to clip, and predicts the step.
+memory budgets into pools, or raises an error that says how large a budget must be. `record_traffic` chooses the records
+with a copy in RAM. `plan_offload` takes a `HardwareProfile` and a `ModelProfile`, decides which activations are kept,
+swapped or recomputed and how to clip, and predicts the step.
 """
 
 from hf_lohan.costs.collectives import Cluster, Collectives, all_ways

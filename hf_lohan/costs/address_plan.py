@@ -1,4 +1,4 @@
-"""Gives tensors addresses in one piece of memory by the times at which they exist.
+"""Gives tensors addresses in one piece of memory. Tensors overlap only if they exist at different times.
 
 As in MEMO, addresses are planned for a known step. Best fit by size takes the place of MEMO's mixed integer program,
 because in all traced steps it needs no more memory than the tensors that exist at one time.
@@ -15,7 +15,7 @@ import numpy as np
 ALIGN_BYTES = 512
 """Addresses and sizes are multiples of this, as those of PyTorch's allocator are."""
 _PART = 32
-"""Number of allocations in one part of the time."""
+"""Length of a range of times. Only tensors that exist in the same range are compared."""
 
 
 class Life(NamedTuple):
@@ -28,7 +28,7 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AddressPlan:
-    """Offsets of tensors in one piece of memory, none of which overlap while both tensors exist."""
+    """Offsets of tensors in one piece of memory. Tensors that exist at the same time do not overlap."""
 
     offsets: tuple[int, ...]
     """Offset of each tensor in bytes."""
@@ -82,8 +82,8 @@ def _place(
     placed: list[list[tuple[int, int, int, int]]] = [
         [] for _ in range(max((d for *_, d in lives), default=0) // _PART + 1)
     ]
-    """For each part of the time, (start, stop, born, died) of the tensors that exist in it. A tensor is compared only
-    with tensors of its parts."""
+    """For each range of `_PART` times, (start, stop, born, died) of the tensors that exist in it. A tensor is compared
+    only with tensors of the ranges in which it exists."""
     for number in sorted(range(len(lives)), key=lambda n: order(*lives[n])):
         size, born, died = lives[number]
         first, last = born // _PART, max(born, died - 1) // _PART

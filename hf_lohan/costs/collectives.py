@@ -1,8 +1,8 @@
 """The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Numbers of bytes are what one node sends (its *egress*). It receives the same
-number. With P parameters on Y nodes, where each node owns P / Y of them:
+once for each node, not for each rank. Numbers of bytes are those that one node sends (its *egress*). It receives the
+same number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
     weights of a copy of g nodes      (g - 1) / g x P               for each pass with a copy
@@ -158,8 +158,8 @@ class Collectives:
         return 1 if self.group_ranks is None else self.group_ranks // num_local
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
-        """Return the payload bytes of weights: ``num_params`` that may be rounded, and ``packed_bytes`` of packed ones,
-        which are never rounded again."""
+        """Return the payload bytes of ``num_params`` weights that may be rounded, and of ``packed_bytes`` of packed
+        weights, which are never rounded again."""
         if self.forward == "int8":
             return WEIGHT_FORMAT.payload_bytes(num_params) + packed_bytes
         if self.forward == "delta":
@@ -171,11 +171,11 @@ class Collectives:
         return numel * itemsize if self.gradients == "exact" else GRADIENT_FORMATS[self.gradients].payload_bytes(numel)
 
     def weight_fraction_within(self, itemsize: float) -> float:
-        """Return the bytes of weights on a device's link, divided by those of weights of ``itemsize`` bytes."""
+        """Return the bytes of weights on a device's link, divided by their bytes if each has ``itemsize`` bytes."""
         return 1.0 if self.within == "exact" else WEIGHT_FORMAT.bytes_per_value / itemsize
 
     def gradient_fraction_within(self, itemsize: float) -> float:
-        """Return the bytes of gradients on a device's link, divided by those of gradients of ``itemsize`` bytes."""
+        """Return the bytes of gradients on a device's link, divided by their bytes if each has ``itemsize`` bytes."""
         return 1.0 if self.within == "exact" else GRADIENT_FORMATS_WITHIN[self.within].bytes_per_value / itemsize
 
 

@@ -15,8 +15,8 @@ _NUM_TRIED = 16
 
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
     """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements. A unit is a parameter with the
-    small parameters after it. Units that fit are not cut, so that the norm of a whole gradient is computed by the same
-    kernel as in memory, to the same bit."""
+    small parameters after it. Units that fit are not cut, so that one kernel computes the norm of a whole gradient, as
+    in memory, with the same bits."""
     chunks: list[tuple[int, int]] = []
     start = stop = 0
     for numel in unit_numels:

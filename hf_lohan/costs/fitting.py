@@ -36,8 +36,8 @@ NCCL_BUFFERS_BYTES = (4 << 20) + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
 These are the defaults of its `init.cc`."""
 NCCL_CHANNELS = {"pcie": 2}
 NCCL_MOST_CHANNELS = 8
-"""Channels of NCCL to each other GPU, by link: 2 over PCIe, and over NVLink 2 for each link, of which an RTX 3090 has 4
-(`paths.cc`). Server cards have more."""
+"""Number of NCCL's channels to each other GPU: 2 over PCIe, and 2 for each NVLink connection (`paths.cc`). An RTX 3090
+has 4 connections. Server cards have more."""
 NCCL_OWN_BYTES = 128 << 20
 """NCCL's kernels and its communicator. An assumption; not measured."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
@@ -84,8 +84,8 @@ def tied_gradient_bytes(model: ModelProfile) -> int:
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
-    """Return the bytes of the device's allocator and of library workspaces, for a step whose peak beside the slots is
-    ``held_bytes``."""
+    """Return the bytes that the device's allocator and library workspaces take, for a step whose peak beside the slots
+    is ``held_bytes``."""
     if hardware.device.shares_cpu:
         return 0
     percent = _allocator_percent(hardware)
@@ -304,7 +304,7 @@ def _shown(num_bytes: int) -> str:
 
 
 _STATE_BYTES_PER_PARAM = 16.0
-"""Weights, gradients, masters and moments. With float32 gradients of bfloat16 weights it would be 18."""
+"""Weights, gradients, masters and moments. With float32 gradients of bfloat16 weights the sum would be 18."""
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, *, has_allocator: bool) -> InMemoryFit:

@@ -21,7 +21,7 @@ class DeviceProfile:
     """Measured with the model's matrix shapes (LoHan's THP_G). Data sheets have larger numbers."""
     memory_bytes: int
     attention_flops_per_s: float | None = None
-    """Rate of fused attention, for which a backward counts twice the FLOPs of a forward. None: `flops_per_s`."""
+    """Rate of fused attention. Its backward counts twice the FLOPs of its forward. None: `flops_per_s`."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of elementwise operations. With None they are assumed to take no time."""
     shares_cpu: bool = False
@@ -34,7 +34,7 @@ class DeviceProfile:
     name: str = ""
 
     def compute_s(self, flops: float, attention_flops: float = 0.0) -> float:
-        """Return the seconds of ``flops``, of which ``attention_flops`` are those of fused attention."""
+        """Return the seconds that ``flops`` take. They include ``attention_flops`` of fused attention."""
         if self.attention_flops_per_s is None:
             return flops / self.flops_per_s
         return (flops - attention_flops) / self.flops_per_s + attention_flops / self.attention_flops_per_s
@@ -43,8 +43,8 @@ class DeviceProfile:
 GPU_LINKS = ("nvlink", "pcie", "none")
 """Links between the GPUs of a machine."""
 ASSUMED_NVLINK_BYTES_PER_S = 45e9
-"""The rate of NVLink if it is not known: 80% of the bridge of two RTX 3090, which has four links of 14.06 GB/s in each
-direction. Server cards have more and faster links. Not measured."""
+"""The rate of NVLink if it is not known: 80% of the rate of two RTX 3090's bridge. It has four links of 14.06 GB/s in
+each direction. Server cards have more and faster links. Not measured."""
 
 COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
 """Fields of `DeviceProfile` that depend on the shapes of a batch."""

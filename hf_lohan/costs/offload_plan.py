@@ -80,9 +80,9 @@ class TrainingSetup:
     cpu_fixed_bytes: int = 0
     """Bytes of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
     sequence_ranks: int = 1
-    """Ranks that share each row. Profiles count the tokens of one of them."""
+    """Ranks that share each row. Profiles count the tokens of one rank."""
     shared_key_bytes: int = 0
-    """Bytes of a rank's part of the RAM in which ranks share keys, values and sums of their gradients."""
+    """Bytes of a rank's part of the RAM that ranks share for keys, values and sums of their gradients."""
     ssd_capacity_bytes: int | None = None
     """Limit for bytes on the SSDs. None is their capacity."""
     activation_cpu_bytes: int | None = None
@@ -222,8 +222,8 @@ class RankPrediction:
     """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
     compute. None if it takes longer than computing with any number of tokens."""
     rows_equal_weights_at_tokens: float | None = None
-    """The number of tokens of a rank's micro-batch with which the rows that go to experts are as many bytes between
-    nodes as the experts' weights and gradients would be. None if no rows leave a node."""
+    """Number of tokens in a rank's micro-batch at which sending rows to experts costs the same number of bytes between
+    nodes as sending the experts' weights and gradients. None if no rows leave a node."""
 
     @property
     def sent_bytes_per_step(self) -> int:
@@ -286,8 +286,8 @@ class StepPrediction:
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
     ssd_hides_from_tokens: float | None
-    """T*, the number of tokens per move of the weights with which the drives are busy for as long as the device. None
-    if the drives take longer with any number of tokens."""
+    """T*, the number of tokens per move of the weights at which the drives are busy for the same time as the device.
+    None if the drives take longer with any number of tokens."""
     ssd_hidden_step_s: float
     """The step time without waits for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
@@ -360,7 +360,7 @@ class OffloadPlan:
     parked_share: float = 0.0
     """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
     parked_bytes: int = 0
-    """Bytes of RAM of a rank for parked gradients, beside those that are held in any case."""
+    """Bytes of a rank's RAM for parked gradients. Gradients that are held in any case do not count."""
     durability: Durability
     commit_every_steps: int
     """Every n-th step is committed. With 0 only checkpoints are."""

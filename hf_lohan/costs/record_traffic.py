@@ -14,8 +14,8 @@ PARAM = "param"
 FETCHED_KINDS = (PARAM, "codes", "scales")
 """The kinds that passes read if weights are packed."""
 ROWS_SHARE = 16
-"""A forward is assumed to read 1 / `ROWS_SHARE` of a table of which only rows come to the device. Its batch is not
-known when copies are chosen."""
+"""If only rows of a table come to the device, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
+not known when copies are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,9 @@ def step_traffic(
 
 def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
     """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte come first. Records
-    that save equally are spread evenly over the model, so that the remaining reads of a block overlap with the
-    computation of its neighbours. Among these, weights of experts come last, because not every batch needs them. More
-    memory never saves fewer reads."""
+    that save the same are spread evenly over the model, so that the remaining reads of a block overlap with the
+    computation of neighbouring blocks. Among these, weights of experts come last, because not every batch needs them.
+    More memory never saves fewer reads."""
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:

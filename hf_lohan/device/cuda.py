@@ -219,7 +219,7 @@ class CudaDevice(Device):
         return stream
 
     def enter_thread(self) -> None:
-        # torch skips cudaSetDevice for the initial device of a thread, although this thread has no context of it yet.
+        # torch skips cudaSetDevice for the initial device of a thread, although this thread has no CUDA context yet.
         with torch.cuda.device(self.torch_device):
             torch.cuda.Event().record(self._copy_streams[Lane.D2H_ASIDE])
 
@@ -284,8 +284,8 @@ def _take_error(device: torch.device) -> None:
 
 
 def grow_segments(device_index: int) -> bool:
-    """Have the allocator grow its segments, and return whether it does. Keeps the user's settings
-    (`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`). Another allocator or the driver may not support growing."""
+    """Set the allocator to grow its segments. Returns whether it does. Keeps the user's settings (`PYTORCH_ALLOC_CONF`,
+    `PYTORCH_CUDA_ALLOC_CONF`). Another allocator or the driver may not support growing."""
     settings = allocator_settings()
     if _EXPANDABLE in settings:
         return f"{_EXPANDABLE}:true" in settings.lower().replace(" ", "")

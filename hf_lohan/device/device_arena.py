@@ -1,5 +1,5 @@
-"""Device memory for the tensors that this library allocates itself: swapped tensors that return to the device, outputs,
-keys and values of layers that run in chunks, and sums of gradients.
+"""Device memory for tensors that this library allocates itself: returning swapped tensors; outputs, keys and values of
+layers that run in chunks; and sums of gradients.
 
 Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass, tensors that
 are freed before its end get planned addresses (`costs.address_plan`). Tensors that share addresses are in one block of

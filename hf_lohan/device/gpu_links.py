@@ -95,7 +95,7 @@ def why_not_linked(own: str, identities: Sequence[str]) -> str:
 
 
 def _pairs_with_nvlink() -> set[frozenset[str]]:
-    """Return the pairs of UUIDs that nvidia-smi shows with NVLink; none if it does not answer."""
+    """Return the pairs of UUIDs that nvidia-smi shows with NVLink. There are none if nvidia-smi does not answer."""
     uuid_by_number = {int(number): uuid.lower() for number, uuid in _UUID.findall(_output_of(_LIST_COMMAND))}
     return {
         frozenset((uuid_by_number[first], uuid_by_number[second]))

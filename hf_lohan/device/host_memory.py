@@ -55,8 +55,8 @@ def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -
 
 
 def available_host_memory_bytes() -> int:
-    """Return how much RAM this process may still allocate on the machine, and within the limits of its control groups
-    (of a container or of a cluster's job)."""
+    """Return the bytes of RAM that this process may still allocate on the machine, within the limits of its control
+    groups (of a container or a cluster's job)."""
     available = int(psutil.virtual_memory().available)
     for folder, limit, used_name, cached in _limits():
         if (used := _read_int(folder / used_name)) is not None:
@@ -80,13 +80,13 @@ _FORMER_NAMES: _Names = (
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-"""Names of the files with limits and use, and names in `memory.stat` of cached files, which the kernel can free.
-`_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
+"""Names of the files with limits and use, and names of the entries in `memory.stat` for cached files, which the kernel
+can free. `_NAMES` is for version 2 of control groups, and `_FORMER_NAMES` for version 1."""
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups with a controller, such as "memory", and of their parents, and
-    whether they are of version 1. A container may show its own group as the root."""
+    """Yield the folders of this process's control groups with a controller, such as "memory", and of these groups'
+    parents. With each, yield whether the group is of version 1. A container may show its own group as the root."""
     lines = ["0::/"]
     with suppress(OSError):
         lines = _OWN_CGROUPS.read_text(errors="replace").splitlines() or lines
@@ -100,8 +100,8 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _limits() -> Iterator[tuple[Path, int, str, tuple[str, ...]]]:
-    """Yield each limit on the memory of a control group that this process is in, with the group's folder and the names
-    of the use and of cached files."""
+    """Yield each memory limit of a control group of this process, with the group's folder and the names of the files
+    that have its used and its cached bytes."""
     for folder, is_former in control_groups("memory"):
         limits, used, cached = _FORMER_NAMES if is_former else _NAMES
         numbers = (_read_int(folder / name) for name in limits)

@@ -214,8 +214,8 @@ def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]
 
 
 def _runs_in(frame: FrameType | None, caller: FrameType | None) -> bool:
-    """Return whether ``frame`` was called from ``caller``. It was not if an interrupt has ended the forward that
-    ``caller`` runs. torch calls no hook at the end of this forward."""
+    """Return whether ``frame`` was called from ``caller``. False if an interrupt has ended the forward that ``caller``
+    runs. torch calls no hook at the end of this forward."""
     while frame is not None and frame is not caller:
         frame = frame.f_back
     return frame is not None

@@ -383,8 +383,8 @@ class ForwardPass(Protocol):
         """Called before a module that needs the blocks runs."""
 
     def leave(self, blocks: Sequence[Block], on_views: Callable[[Block], None] = lambda _block: None) -> None:
-        """Called after a module that needed the blocks has run. Calls ``on_views`` with each block of which views are
-        left, while it still has its slot."""
+        """Called after a module that needed the blocks has run. Calls ``on_views`` with each block that still has
+        views, before the block loses its slot."""
 
     @property
     def number(self) -> int:
@@ -405,7 +405,7 @@ class ForwardPass(Protocol):
         """Return the weight for the operation after `enter_to_read`."""
 
     def leaf_of_rows(self, block: Block, part: ParamSlice) -> Tensor:
-        """Return the tensor that gets the gradient of a table of which only rows are loaded."""
+        """Return the tensor that gets the gradient of a table if only rows of the table are loaded."""
 
     def after_layer(self, index: int, output: Any) -> Any:
         """Called after a layer has run. Returns the input of the next layer."""

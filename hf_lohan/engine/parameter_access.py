@@ -33,7 +33,7 @@ class Sliceable(Protocol):
 
 
 Residuals: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Returns the residuals (int16) of elements [start, stop) of a parameter, and the positions (int64) of their ties."""
+"""Returns residuals (int16) and positions of ties (int64) of elements [start, stop) of a weight (`optim/precision`)."""
 
 
 class Zeros:
@@ -44,7 +44,7 @@ class Zeros:
 
 
 class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
-    """The block and slice of each part of a parameter, by the parameter's name."""
+    """Maps a parameter's name to the block and slice of each of its parts."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
@@ -134,7 +134,7 @@ class ParameterAccess:
         return self._piece_numel * torch.float32.itemsize
 
     def write_parameter(self, name: str, source: Tensor) -> None:
-        """Store a weight of any dtype on any device. A bfloat16 store keeps float32 values exactly, as the master."""
+        """Store a weight of any dtype on any device. A bfloat16 store keeps trained float32 values exactly."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
@@ -198,7 +198,7 @@ class ParameterAccess:
 
     def write_packed(self, name: str, kind: str, first: int, content: Tensor) -> None:
         """Store bytes of a weight that is packed already, from byte ``first`` of its ``kind`` ("codes" or "scales") on.
-        The units of the weight are contiguous."""
+        Bytes are counted over all parts of the weight, without gaps between parts."""
         before = 0
         for block, part in self.parts[name]:
             assert part.packed is not None, f"{name} is not packed"
@@ -233,7 +233,7 @@ class ParameterAccess:
             raise another_base_error(self._keeps_steps_in, name) from error
 
     def _read_bytes(self, block: Block, kind: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with bytes of packed weights, from byte ``start`` of the record on, each from its owner."""
+        """Fill ``out`` with bytes of packed weights, from byte ``start`` of the record on. Ranks send their bytes."""
         for owner, (first, last) in enumerate(block.record_ranges(kind)):
             low, high = max(start, first), min(start + out.numel(), last)
             if low < high:
@@ -424,7 +424,7 @@ class ParameterAccess:
         return start, landing[: stop - start]
 
     def tie_codes(self, block: Block, first: int, last: int) -> Tensor:
-        """Return the tie codes of residuals [first, last) in this rank's store. ``first`` must begin a run of them."""
+        """Return the tie codes of residuals [first, last) in this rank's store. ``first`` is the start of a run."""
         return self._store.tie_codes(block.name, first, last - first)
 
     def round_anew(self, blocks: list[Block]) -> int:
@@ -439,8 +439,8 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_residuals(self, name: str, source: Residuals, *, first: int, last: int) -> None:
-        """Give the masters of elements [first, last) of a parameter other residuals. ``source`` returns the residuals
-        of some elements and the positions of ties among them. Element 0 of ``source`` is element ``first``."""
+        """Replace the residuals of the masters of elements [first, last) of a parameter. Element 0 of ``source`` is
+        element ``first``."""
         for block, part, low, high, begin in self._own_parts(name, first, last):
             with self._buffers(3) as buffers:
                 for start, stop in ranges(high - low, self._piece_numel):

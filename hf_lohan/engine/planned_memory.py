@@ -175,7 +175,7 @@ class PlannedMemory:
         if ram_bytes or ssd_bytes or gradient_bytes:
             self._grow_ram(wanted_bytes)
         if ssd_bytes or (ram_bytes and self._tiers.shared_ram.num_bytes < wanted_bytes):
-            # Activations for which neither RAM nor SSD has room would stay on the device.
+            # Activations would stay on the device if neither RAM nor SSD has room for them.
             self._grow_ssd(room_bytes)
         self._activations.set_placements(placements)
         logger.info(

@@ -50,7 +50,7 @@ _YES, _NO = b"yes", b"no"
 _GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 _HOPS = {"between": "to other nodes", "within": "between its RAM and its device"}
 _NUM_MEASURED_STEPS = 3
-"""Number of steps, from the first on, in which the coding error is measured. It is logged once after them."""
+"""Number of steps, from the first on, in which the coding error is measured. The error is then logged once."""
 
 
 class LinkCodecs:

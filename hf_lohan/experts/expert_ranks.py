@@ -1,10 +1,10 @@
-"""Decides which process computes the rows of a call of a layer's experts. This process computes all rows, or the rank
-that owns an expert computes its rows, or another rank of the owner's node does.
+"""Decides which process computes an expert's rows in a call of a layer: this process, if it computes all rows, the rank
+that owns the expert, or another rank of the owner's node.
 
-The rows that one rank has for one expert are a *group*, which is a product of its own. So a group's result, and its
-gradients of the expert's weights, do not depend on other ranks' rows, nor on the rank that computes them. An owner adds
-the gradients of all groups in the order of the ranks that have the rows. So the results equal those of one process that
-computes the ranks' batches one after the other, to the bit.
+The rows that one rank has for one expert are a *group*. Each group is computed by its own matrix products. So a group's
+result, and its gradients of the expert's weights, do not depend on other ranks' rows, nor on the rank that computes
+them. An owner adds the gradients of all groups in the order of the ranks that have the rows. So the results equal those
+of one process that computes the ranks' batches one after the other, to the bit.
 
 If the ranks of a node balance their rows, each call begins with an exchange of all numbers of rows. From these numbers
 all ranks compute which groups move (`shared_segments`), and the owners lend their experts (`lent_experts`).
@@ -78,13 +78,13 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """Sum over all forwards of layers of the rows of the rank that owns most, for which the others would wait."""
+    """The most rows that one rank owns in a forward of a layer, summed over all forwards. Others would wait for it."""
     most_computed: int = 0
 
     def add_forward(
         self, counts: Sequence[Sequence[int]], owners: Sequence[int], shared: Mapping[tuple[int, int], int]
     ) -> None:
-        """Add a forward of a layer (`shared_segments`)."""
+        """Add a forward of a layer. ``shared`` is a result of `shared_segments`."""
         owned, computed = [0] * len(counts), [0] * len(counts)
         for source, of_source in enumerate(counts):
             for expert, number in enumerate(of_source):
@@ -102,7 +102,7 @@ class ExpertPlaces(ABC):
     is_one = False
     """Whether this process computes all experts."""
     lending: Lending | None = None
-    """What lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own."""
+    """Lends experts to other ranks of the node, and borrows theirs. None if each rank computes its own experts."""
 
     @abstractmethod
     def own(self, layer: int, num_experts: int) -> Sequence[int]:
@@ -154,8 +154,8 @@ class _Division:
         owners: Sequence[int],
         share: Callable[[Sequence[Sequence[int]], Sequence[int]], Mapping[tuple[int, int], int]],
     ) -> None:
-        """``heads``: the call of each rank with rows. ``owners``: the rank of each expert. ``share`` takes the numbers
-        of rows and the owners, and returns the result of `shared_segments`."""
+        """``heads``: the calls of the ranks that have rows. ``owners``: the rank of each expert. ``share`` takes the
+        numbers of rows and the owners, and returns the result of `shared_segments`."""
         self.heads = heads
         self.counts = [heads[rank].num_rows if rank in heads else (0,) * len(owners) for rank in range(num_ranks)]
         """[ranks][experts]: the number of rows of each group."""

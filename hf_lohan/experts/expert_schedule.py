@@ -4,11 +4,11 @@ A pass is a sequence of *visits*, one for each layer with experts in forward ord
 backward order. The experts of a visit are known in one of three ways. The first that applies is used:
 
 * *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
-  all its experts are known when it begins.
-* *All experts*. If the experts get at least `ALL_ROWS` rows on average, all are expected before the router has run.
-* *Hints*. These are the experts that earlier passes used most, or those that the layer's router chooses for the rows of
-  the previous layer, whichever was right more often. After a pass without gradients, as in generation, another pass is
-  expected. Its first experts are loaded while the last layers and the head compute.
+  all its experts are known when it begins. * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all
+  are expected before the router has run. * *Hints*. It loads the experts that earlier passes used most, or the experts
+  that the layer's router chooses for the rows of the previous layer, whichever was right more often. After a pass
+  without gradients, as in generation, another pass is expected. Its first experts are loaded while the last layers and
+  the head compute.
 
 Experts are loaded in the order of visits. The slot whose block is needed last is overwritten first. Each operation here
 looks at the blocks of only one layer, so its time does not depend on the number of layers.
@@ -74,7 +74,7 @@ class Frequencies:
 
     @property
     def most_used(self) -> dict[int, None]:
-        """The most used experts, the most used first, as many as the last pass used."""
+        """The most used experts in falling order of use. Their number is that of the last pass's experts."""
         if self._most_used is None:
             counts = self._log_counts
             most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
@@ -104,8 +104,8 @@ class Trust:
 
     @property
     def is_in_router(self) -> bool:
-        """Whether to load the experts that the router predicts. True if most of its predictions were right, and more
-        than those of past use. True until known."""
+        """Whether to load the experts that the router predicts. True if most of the router's predictions were right,
+        and more than those from past use. True until known."""
         return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
 
 

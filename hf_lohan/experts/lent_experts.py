@@ -9,8 +9,8 @@ half, owners add the gradients of the turn before, and lend their next expert. I
 All ranks of the node tell each other when they have done their part of a half. A rank without a part does this at once,
 and does not wait.
 
-No wait is circular: a rank begins a half only when all ranks have ended the half before, and needs no other rank to end
-a half. While a rank waits, it may compute experts that it does not lend. This needs no other rank either.
+No wait is circular: a rank begins a half only when all ranks have ended the half before, and does not need another rank
+to end its half. While a rank waits, it may compute experts that it does not lend. This needs no other rank either.
 """
 
 from __future__ import annotations

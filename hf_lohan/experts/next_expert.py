@@ -19,7 +19,7 @@ _MOST_HINTS = 2
 
 @dataclass
 class ExpertFigures:
-    """Counts of the experts that calls needed, and of their loads."""
+    """Counts of the experts that calls needed, and counts of the loads of experts."""
 
     num_used: int = 0
     """Number of experts in all calls."""
@@ -197,5 +197,5 @@ class NextExpert(NextLoad):
         self._farthest.rebuild(self._schedule.place)
 
     def _next_use(self, block: Block) -> int:
-        """Return the next use of a block. The blocks for which compute waits come first."""
+        """Return the next use of a block. Blocks that compute waits for come first."""
         return -1 if block in self.urgent else self._schedule.next_use(block)

@@ -1,4 +1,4 @@
-"""Predicts the choice of a layer's router by running it on the rows of the previous layer.
+"""Predicts the choice of a layer's router: it runs the router on the rows of the previous layer.
 
 A layer changes its rows little, so its router mostly makes the same choice for the previous layer's rows as for its own
 (mixtral-offloading, arXiv 2312.17238). A wrong prediction causes needless loads and changes no result.

@@ -23,7 +23,7 @@ _LEAST_BYTES = 4096
 """Size of a page, which is the smallest size that can be pinned."""
 
 ROUTED_ROWS = "routed_rows"
-"""Name of the fact of a commit with the rows of each expert."""
+"""Key in a commit's facts. Its value has the number of rows of each expert."""
 
 
 class HostNumbers:
@@ -34,8 +34,8 @@ class HostNumbers:
         self._landing: Tensor | None = None
 
     def request(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Enqueue the copy to the host. Returns what waits for the copy, but not for work that was enqueued after it,
-        and returns the numbers."""
+        """Enqueue the copy to the host. Returns a function that waits for this copy, but not for later work, and then
+        returns the numbers."""
         if self._landing is None or self._landing.numel() < numbers.numel():
             num_bytes = max(_LEAST_BYTES, numbers.numel() * torch.int64.itemsize)
             self._landing = self._device.host_empty(num_bytes).view(torch.int64)
@@ -71,7 +71,7 @@ class KnownCounts:
 
 
 def _content(ids: Tensor) -> object:
-    """Return a key for ids in their storage, which changes when their values may have changed."""
+    """Return a key for the ids. The key changes whenever their values may have changed."""
     return ids.storage_offset(), ids.shape, ids.stride(), version_of(ids)
 
 
@@ -86,10 +86,10 @@ class Routing:
         known: KnownCounts,
         expected_ends: Tensor | None = None,
     ) -> None:
-        """``expected_ends`` are more numbers to copy to the host in the same request."""
+        """``expected_ends``: further numbers that the same request copies to the host."""
         self._ids, self._num_experts, self._known = top_k_index, num_experts, known
         sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
-        """The index in (token, choice) order of each sorted pair."""
+        """For each sorted pair, the pair's index in (token, choice) order."""
         self._counts = known.find_counts(top_k_index) if expected_ends is None else None
         self._answer: Callable[[], list[int]] | None = None
         if self._counts is None:
@@ -155,7 +155,7 @@ class RoutedRows:
     """The rows of each expert in all forwards of a run so far, including those before the run was continued."""
 
     rank: int
-    """The rank that counted the rows. A rank ignores the facts of other ranks, such as facts in a checkpoint."""
+    """The rank that counted the rows. A rank ignores facts that another rank counted (checkpoints may have them)."""
     num_nodes: int
     """Number of nodes of the run."""
     layers: Mapping[str, Sequence[int]]

@@ -169,7 +169,7 @@ class StreamedExperts:
     def _take_turns(
         self, lent: Sequence[LentExpert], groups: RowGroups, compute: Callable[..., Iterator[int]]
     ) -> Iterator[None]:
-        """Lend and borrow experts, turn by turn. Yields before each step for which all ranks must have ended a half."""
+        """Lend and borrow experts, turn by turn. Yields before each step that needs all ranks to have ended a half."""
         lending = self._parts.places.lending
         own: Iterator[int] = iter(())
         needs: int | None = None

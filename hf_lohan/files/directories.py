@@ -17,7 +17,7 @@ SECTOR_BYTES = 4096
 """Alignment of every address, offset and length of data file I/O, which is enough for all common devices."""
 _ROOM = "free space (or quota)"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""Texts in errors of the safetensors library about a full disk. These errors are not of type OSError."""
+"""Texts in errors of the safetensors library about a full disk. None of these errors is an OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Texts in errors of `torch.save` after a failed write."""
 _FULL_BELOW_BYTES = 1 << 20

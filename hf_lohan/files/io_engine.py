@@ -41,7 +41,7 @@ ANY_CONTENT = Content("", "bytes")
 
 
 class Transfer(NamedTuple):
-    """A run of bytes in a file, and the pieces of memory for them, in order."""
+    """A range of bytes in a file, and the pieces of memory for these bytes, in order."""
 
     file: DataFile
     offset: int
@@ -239,7 +239,7 @@ class IoEngine:
     ) -> IoRequest:
         if not self._owner.is_here:
             raise RuntimeError("this forked child of the training process has no I/O threads; do I/O in the parent")
-        # An I/O thread that waits here would never free the budget for which it waits.
+        # An I/O thread that waits here would never free the budget that it waits for.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
         num_bytes = sum(piece.num_bytes for piece in pieces)

@@ -13,7 +13,7 @@ from hf_lohan.files.errors import StorageError
 
 
 class Extent(NamedTuple):
-    """A run of bytes that is contiguous in its record and in the file of one path."""
+    """A range of a record's bytes that is contiguous in one file. `path_index` is the index of the file's SSD path."""
 
     path_index: int
     file_offset: int

@@ -43,8 +43,8 @@ def uses_direct_io(config: ResolvedConfig, device: Device) -> bool:
 
 
 def why_no_direct_io(device: Device, folders: Sequence[str]) -> tuple[str, str]:
-    """Return why device memory cannot go straight to the drives ("" if it can), and the rates of the trial in each of
-    these folders."""
+    """Return the reason why device memory cannot go straight to the drives (or ""), and the rates of the trial in each
+    of these folders."""
     annex = find_annex("gpu_direct")
     if annex is None:
         return "the annex gpu_direct is not installed", ""

@@ -29,7 +29,7 @@ _DATA_UNIT_BYTES = 512_000
 
 
 def text_of(file: str | Path) -> str:
-    """Return the text of a file of the kernel, or "" if it cannot be read."""
+    """Return the text of a kernel's file, or "" if the file cannot be read."""
     try:
         return Path(file).read_text()
     except OSError:
@@ -167,7 +167,7 @@ class PathFacts:
 
 
 def examine_path(path: str, capacity: int | Literal["auto"]) -> PathFacts:
-    """Collect the facts of a path, or of the nearest existing directory above it. Leaves no files."""
+    """Collect the facts of a path. If it does not exist, use the nearest existing directory above. Leaves no files."""
     directory = existing_directory(path)
     problem, is_direct, can_reflink = "", False, False
     try:

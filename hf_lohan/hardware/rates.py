@@ -133,7 +133,7 @@ def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: i
 def matmul_flops_per_s(
     device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
-    """Measure FLOP/s of those `shapes` with the most FLOPs, weighted by count, and of the products of both gradients.
+    """Measure FLOP/s of the `shapes` with the most FLOPs, weighted by count, and of the products of both gradients.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. Raises ValueError for no shapes.
     """

@@ -71,12 +71,12 @@ def measure_ssds(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SsdRates], SsdRates]:
-    """Measure each of `paths`, and all of them with striping. Their capacities must be known.
+    """Measure each of `paths` alone, and all of them together with striping. Their capacities must be known.
 
-    A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. It has no
-    name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not exist, its
-    nearest existing parent is measured. Takes about `budget_s`. Raises CapacityError for too little space, and
-    StorageError.
+    A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. The file
+    has no name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not
+    exist, its nearest existing parent is measured. Takes about `budget_s`. Raises CapacityError for too little space,
+    and StorageError.
     """
     sizes = [_file_bytes(path, scratch_bytes, num_paths=len(paths)) for path in paths]
     num_measured = len(paths) + (len(paths) > 1)
@@ -181,7 +181,7 @@ def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
 
 
 def _new_directory(parent: str) -> str:
-    """Make a directory whose files cannot have the names of other files, such as those of another path."""
+    """Make a directory, so that files in it cannot collide with other files, for example with files of another path."""
     try:
         return tempfile.mkdtemp(prefix=".lohan-measured-", dir=parent)
     except OSError as error:

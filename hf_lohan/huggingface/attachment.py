@@ -239,7 +239,7 @@ class _PlannedSteps:
         return not is_prepared(self._model()) or bool(GradientState().sync_gradients)
 
     def plan(self, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
-        """Plan a step with the number of micro-batches for which Trainer or `Accelerator` is configured."""
+        """Plan a step with the number of micro-batches in the settings of Trainer or `Accelerator`."""
         num_micro_batches = 1
         if shape.num_together == 1:
             num_accumulated = GradientState().num_steps if is_prepared(self._model()) else 1

@@ -59,7 +59,7 @@ def next_forward_of(rows: CutRows) -> Iterator[None]:
 
 
 def computes_a_part() -> bool:
-    """Return whether the running forward of this thread computes only a part of its rows."""
+    """Return whether this thread's running forward computes only a part of the tokens of its rows."""
     return _current.rows is not None
 
 

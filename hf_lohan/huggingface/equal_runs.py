@@ -33,7 +33,7 @@ _LOCAL_PREFIXES = ("ddp_", "do_", "hub_", "log_", "trackio_", "vllm_")
 _LOCAL_SUFFIXES = ("_dir", "_file", "_path")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _NUM_PAGES = 4096
-"""Number of pages of a checkpoint that are compared, but at least one of each tensor."""
+"""Number of a checkpoint's pages to compare. At least one page of each tensor is compared."""
 _PAGE_BYTES = 4096
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 

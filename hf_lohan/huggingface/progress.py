@@ -123,7 +123,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """In this context, show ``what`` in the line."""
+        """Within this context, show the text ``what`` in the line."""
         before, self._note = self._note, what
         self._draw(time.perf_counter())
         try:

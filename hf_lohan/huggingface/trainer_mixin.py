@@ -1,4 +1,4 @@
-"""What the parts of an offloading Trainer know of each other."""
+"""Declares the members that the mixins of an offloading Trainer use from each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_lohan.record import RunRecord
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # `super()` is the Trainer that a part is mixed into
+    _TrainerBase = object  # `super()` is the Trainer that the mixins extend
 
 
 class TrainerMixin(_TrainerBase):
-    """Base of all parts, which are mixed into a Trainer together."""
+    """Base class of all mixins of an offloading Trainer. One Trainer inherits all of them."""
 
     _offload_config: OffloadConfig | None
     """With None everything works as in upstream."""

@@ -317,7 +317,7 @@ class MicroBatchHeads:
     only one micro-batch exist at a time.
 
     This is not possible if a loss depends on the layers in another way, as a router's loss does, or if a micro-batch
-    has several losses. In that case its whole backward runs with those of the other micro-batches.
+    has several losses. In that case its whole backward runs together with the other micro-batches' backwards.
     """
 
     def __init__(self, is_leaf: Callable[[Tensor], bool]) -> None:

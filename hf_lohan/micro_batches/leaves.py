@@ -67,7 +67,7 @@ class MicroBatchLeaves:
         return self._leaves.get((micro_batch, part), part.parameter)
 
     def leaf_of_rows(self, micro_batch: int, block: Block, part: ParamSlice) -> nn.Parameter:
-        """Return a micro-batch's leaf of a table of which only rows are loaded."""
+        """Return a micro-batch's leaf of a table if only rows of the table are loaded."""
         leaf = self._leaves.get((micro_batch, part))
         if leaf is None:
             placeholder = self._ring.stand_ins.placeholder(block, part)
@@ -148,7 +148,7 @@ class GradientSums:
         self._sums: dict[ParamSlice, Tensor] = {}
         self._num_added: Counter[ParamSlice] = Counter()
         self._of_zeros: set[ParamSlice] = set()
-        """Parameters for which all gradients so far are zeros."""
+        """Parameters whose gradients so far are all zeros."""
         self._early: dict[ParamSlice, dict[int, Tensor | None]] = defaultdict(dict)
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
@@ -181,7 +181,7 @@ class GradientSums:
             self._complete(part)
 
     def complete(self, block: Block) -> None:
-        """Send the sums of a block, for which no more gradients will come."""
+        """Send the sums of a block that will get no more gradients."""
         for part in block.trainable_slices:
             self._complete(part)
 

@@ -158,7 +158,7 @@ class Lockstep:
 
 
 class SequenceNumbers:
-    """Numbers the autograd nodes of threads that take turns as if one thread recorded all of them.
+    """Threads take turns, and this numbers their autograd nodes as if one thread recorded all nodes.
 
     Each thread has a counter, and autograd's backward runs the ready node with the highest number first. A counter
     cannot be set, but each recorded node increases it. A temporary view, which takes less than a microsecond, does so.

@@ -142,7 +142,7 @@ class FetchedPart:
 
 @dataclass(eq=False)
 class Block:
-    """The parameters of one decoder layer, or of one module outside the layers, which stream together.
+    """The parameters that stream together: those of one decoder layer, or of one module outside the layers.
 
     Trainable parameters are first, with matrices before vectors, so that weight-decay groups form long runs. Frozen
     parameters follow and have no optimizer state, and packed parameters are last. The `param` record has `stored_numel`
@@ -384,8 +384,8 @@ def lay_out_block(
 
 
 def with_large_granules(blocks: Sequence[Block]) -> list[Block]:
-    """Lay out the blocks again with the largest granules for which the largest block has at least `MIN_GRANULES`, and
-    padding before parameters is at most a hundredth."""
+    """Lay out the blocks again with the largest granules within two limits: the largest block has at least
+    `MIN_GRANULES`, and padding before parameters is at most a hundredth."""
     largest_numel = max(block.numel for block in blocks)
     num_parameters = sum(part.numel for block in blocks for part in block.slices)
     granule_numel = MAX_GRANULE_NUMEL

@@ -65,8 +65,8 @@ def why_whole(model: nn.Module) -> str:
 
 
 def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice, slice]:
-    """Return the slice of ``ids`` of the rows with elements in [first, stop) of a table, and the slice of these
-    elements in a flat tensor of all rows of ``ids``. Of the first and the last row only a part may be included."""
+    """Return the slice of ``ids`` whose rows have elements in [first, stop) of a table, and the slice of these elements
+    in a flat tensor of all rows of ``ids``. Of the first and the last row only a part may be included."""
     begin, end = np.searchsorted(ids, [first // width, -(-stop // width)]).tolist()
     if begin == end or first >= stop:
         return slice(0, 0), slice(0, 0)
@@ -76,7 +76,7 @@ def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice,
 
 
 def rows_granule_bytes(model_blocks: ModelBlocks) -> int:
-    """Return the bytes of a granule of the block of which only rows come to the device; 0 if there is none."""
+    """Return the bytes of a granule of the block if only rows of the block come to the device, or else 0."""
     table = model_blocks.table
     return 0 if table is None else table.granule_numel * table.master.working_dtype.itemsize
 

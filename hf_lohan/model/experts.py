@@ -116,7 +116,7 @@ def owners_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) -> 
     found = {name: of.num_experts for name, of in find_experts(model).items()}
     if not found:
         return None
-    # Without a commit, a store may be what is left of a `lohan reshard --balance` that was killed.
+    # A store without a commit may come from a `lohan reshard --balance` that was killed.
     is_committed = any(os.path.lexists(os.path.join(ssd.path, COMMIT_NAME)) for ssd in config.ssd)
     blocks = (_stored_blocks(model, config.ssd) if is_committed else None) or set()
     own = {name: [number for number in range(num) if f"{name}.{number}" in blocks] for name, num in found.items()}
@@ -128,8 +128,8 @@ def owners_as_stored(model: nn.Module, config: ResolvedConfig, links: Links) -> 
 
 
 def owners_by_name(by_rank: Iterable[Iterable[str]], experts: Iterable[str]) -> dict[str, int] | None:
-    """Return the rank of each of these ``experts`` by the names of blocks that the store of each rank has. None unless
-    each expert is in the store of one rank."""
+    """Return the rank of each of ``experts``: the rank whose store has a block with the expert's name. None unless each
+    expert is in the store of one rank."""
     wanted = set(experts)
     pairs = [(name, rank) for rank, names in enumerate(by_rank) for name in names if name in wanted]
     owners = dict(pairs)

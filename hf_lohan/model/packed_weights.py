@@ -33,8 +33,8 @@ _COPIES = "modules_to_save"
 def packed_forms(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
-    """Return the form of each packed parameter of `model`, which is empty if `quantization` packs nothing. Raises
-    ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
+    """Return a dict from each packed parameter of `model` to its form. It is empty if `quantization` packs nothing.
+    Raises ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
     if not quantization.packs:
         return {}
     if quantization.weights:

@@ -76,7 +76,7 @@ class MasterFormat:
 
     @property
     def num_private_buffers(self) -> int:
-        """Number of scratch buffers of a chunk, for a joined master and its scratch, or for the workspace of tiles."""
+        """Number of scratch buffers of a chunk: for a joined master and its scratch, or for the workspace of tiles."""
         if self.moment_codec is not None:
             return 1
         return 2 if self.has_residual else 0

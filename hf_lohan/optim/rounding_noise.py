@@ -1,5 +1,5 @@
-"""Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads. Noise of
-moments comes from a fixed table, by offset in a record. Noise of weights is a hash that includes the run's seed."""
+"""Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads. Noise for
+moments comes from a fixed table, indexed by offset in a record. For weights it is a hash with the run's seed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ChunkChoice:
     room_bytes: int
     """Room on the device beside the slots."""
     profile_of: Callable[[int | None], ModelProfile]
-    """Returns the model's profile for a number of tokens in a chunk, or for whole layers."""
+    """Returns the model's profile for a number of tokens in a chunk, or with None for whole layers."""
     plan_of: Callable[[int | None], OffloadPlan]
     """Returns the plan for this profile."""
 

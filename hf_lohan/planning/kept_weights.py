@@ -127,5 +127,5 @@ def lent_expert_bytes(balance: int | str, ranks: Ranks, blocks: Sequence[Block])
 
 
 def lending_bytes(expert_bytes: int) -> int:
-    """Return the bytes of RAM of each rank for an expert that it lends, and for a gradient of one that it borrows."""
+    """Return the bytes of each rank's RAM for an expert that it lends, and a gradient of an expert that it borrows."""
     return 2 * expert_bytes

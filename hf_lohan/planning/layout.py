@@ -110,7 +110,7 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Bytes of host memory of a node through which blocks go to all its ranks."""
+    """Bytes of a node's host memory that blocks pass through on their way to the node's ranks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0
@@ -185,8 +185,8 @@ class OffloadLayout(StoredForm):
         return shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
-        """Return the ways to compare, which are ``ways``, or by default all that the configuration allows. One node has
-        only one way."""
+        """Return the ways to compare: ``ways``, or by default all ways that the configuration allows. One node has only
+        one way."""
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
@@ -194,7 +194,7 @@ class OffloadLayout(StoredForm):
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """Return the bytes of RAM that this way needs beyond what is already reserved."""
+        """Return the bytes of RAM that this way needs beside the reserved bytes."""
         copy_bytes = kept_bytes(self.common_blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.common_blocks, self.ranks, way) - self.weight_message_bytes)
 
@@ -269,7 +269,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients, as they are held."""
+        """Bytes of all gradients in the form in which they are held."""
         return sum(self._gradient_record(block).num_bytes for block in self.blocks if block.state_numel)
 
     def _gradient_record(self, block: Block) -> RecordSpec:

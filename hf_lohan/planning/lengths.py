@@ -151,7 +151,7 @@ class PlannedEpoch:
     num_packed_steps: int
     packed_epoch_s: float
     ssd_hides_from_tokens: float | None
-    """T*, the number of tokens per move of the weights from which on computing takes longer than the drives."""
+    """T*, the number of tokens per move of the weights above which computing takes longer than the drives."""
 
     @property
     def ssd_hides_from_packed_rows(self) -> float | None:

@@ -22,7 +22,7 @@ _DRAWING = ("drop", "jitter")
 """Parts of names of settings that make a forward draw random numbers, such as `attention_dropout`, `resid_pdrop` and
 `layerdrop`."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of settings for which a causal language model has no module."""
+"""Prefixes of settings for modules that a causal language model does not have."""
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 
@@ -87,8 +87,8 @@ def random_numbers_of(model: Any) -> str | None:
 
 
 def layer_beside_text(model: Any) -> str | None:
-    """Return the name of a layer that a batch of text alone does not reach, such as one of a vision tower; None if
-    there is none."""
+    """Return the name of a layer that a batch of text alone does not reach, such as a layer of a vision tower, or
+    None."""
     root = base_of(model)
     others = getattr(getattr(root, "config", None), "sub_configs", {})
     if not any("vision" in name or "audio" in name for name in others) or not hasattr(root, "get_decoder"):

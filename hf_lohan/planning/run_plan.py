@@ -116,7 +116,7 @@ class RunPlan:
         self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
         """`fused` of the run that this one continues. Commits of earlier versions do not have it."""
         self.chunks: ChunkedLayers | None = None
-        """The layers that may run in chunks, if any may."""
+        """The layers that may run in chunks. There may be none."""
         self.chunk_tokens: int | None = None
         """Number of tokens in a chunk of the run's layers, once it is decided. None while layers run whole."""
         self._chunks_file: str | None = None
@@ -264,7 +264,7 @@ class RunPlan:
 
     @property
     def _needs_plan(self) -> str | None:
-        """Why a step needs a plan, and how to do without a plan; None if a step needs none."""
+        """A sentence that says why a step needs a plan, and how to do without one. None if a step needs no plan."""
         if self._config.device_memory != AUTO:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
@@ -273,8 +273,8 @@ class RunPlan:
         return None
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
-        """Return the ways to exchange weights and gradients for which every rank has the RAM; None if all ranks have
-        RAM for the same ways, or no way fits all ranks."""
+        """Return the ways to exchange weights and gradients that fit every rank's RAM. Return None if all ranks have
+        RAM for the same ways, or if no way fits all ranks."""
         open_ways = self._layout.open_ways
         fitting = [index for index, way in enumerate(open_ways) if self._layout.has_ram_for(way)]
         answers = self._links.all_gather("the ways to exchange weights that fit", json.dumps(fitting).encode())
@@ -484,7 +484,7 @@ class RunPlan:
 
 
 def _layers_without_text(profile: ModelProfile) -> list[str]:
-    """Return the layers that a batch of token ids alone does not reach, such as those of a vision tower."""
+    """Return the layers that a batch of token ids alone does not reach, such as layers of a vision tower."""
     return [layer.name for layer in profile.layers if not layer.flops]
 
 

@@ -91,7 +91,7 @@ def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
 
 
 def memory_limit_of(ranks: Ranks) -> int | None:
-    """Return the bytes of host memory that the limits of this machine's control groups allow each of its ranks."""
+    """Return the bytes of host memory that the limits of control groups allow each rank of this machine."""
     limit = host_memory_limit_bytes()
     return None if limit is None else limit // ranks.num_local
 

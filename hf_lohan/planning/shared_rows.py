@@ -40,8 +40,8 @@ def shared_key_bytes(
 ) -> int:
     """Return a rank's part of the RAM in which the ranks of a row have keys, values and sums of their gradients
     (`RowMemory`). It is enough for all batches with no more tokens and no longer rows than ``profile``, which counts
-    the rank's own tokens. With ``chunk_tokens``, more tokens than a chunk are in RAM only if they are of one row.
-    ``keys``: number of a token's elements in the keys and values of a layer, and bytes of an element."""
+    the rank's own tokens. With ``chunk_tokens``, RAM has the tokens of one chunk at a time, or of one row if a row has
+    more. ``keys``: number of a token's elements in the keys and values of a layer, and bytes of an element."""
     num_tokens = profile.batch_size * profile.sequence_length
     at_once = num_tokens if chunk_tokens is None else max(profile.sequence_length, min(num_tokens, chunk_tokens))
     key_numel, itemsize = keys
@@ -49,9 +49,9 @@ def shared_key_bytes(
 
 
 def with_shared_keys(layout: OffloadLayout, num_bytes: int) -> OffloadLayout:
-    """Return the layout with at least this RAM for keys of shared rows. It is taken from copies of records first, and
-    then from activations, but not from copies that a run has made. If both have too little, the plan of the layout does
-    not fit."""
+    """Return the layout with at least this RAM for keys of shared rows. It is taken from the RAM for copies of records
+    that a run has not made yet, and then from the RAM for activations. If both have too little, the plan of the layout
+    does not fit."""
     more_bytes = max(0, num_bytes - layout.shared_key_bytes)
     free_bytes = layout.record_bytes - (layout.resident_bytes if layout.is_split else 0)
     of_records = min(more_bytes, free_bytes)
@@ -67,9 +67,9 @@ def with_keys_of_other_ranks(
     profile: ModelProfile, keys: tuple[int, int], sequence_ranks: int, *, in_ram: bool = False
 ) -> ModelProfile:
     """Return the profile of a rank whose queries see keys of all ranks. ``profile`` counts the rank's own tokens. A
-    layer then holds the keys and values of whole rows and their float32 sums, unless it uses these ``in_ram``. A query
-    sees ``sequence_ranks`` times as many keys. The cost of attention in a window is overestimated, because it does not
-    grow with the row. ``keys``: see `shared_key_bytes`."""
+    layer then holds the keys and values of whole rows and float32 sums of their gradients, unless these are ``in_ram``.
+    A query sees ``sequence_ranks`` times as many keys. The cost of attention in a window is overestimated, because it
+    does not grow with the row. ``keys``: see `shared_key_bytes`."""
     tokens = profile.batch_size * profile.sequence_length * sequence_ranks
     key_numel, itemsize = keys
     held_bytes = 0 if in_ram else tokens * key_numel * (itemsize + torch.float32.itemsize)

@@ -281,7 +281,7 @@ class _StepPlanner:
         return few.keys if any(few.keys) else by_config
 
     def _make_profile(self, chunk_tokens: int | None) -> ModelProfile:
-        """Return the profile for a number of tokens in a chunk, or for whole layers."""
+        """Return the profile for a number of tokens in a chunk, or with None for whole layers."""
         blocks, num_ranks = self.layout.model_blocks, self.config.ranks.per_row
         profile = self._trace(chunk_tokens).profile
         profile = profile if self.fused is None else profile.fused(self.fused)
@@ -298,7 +298,7 @@ class _StepPlanner:
         return self.durability or ("step" if self.config.durability == "auto" else self.config.durability)
 
     def _plan_chunks(self, profile: ModelProfile, chunk_tokens: int | None) -> PlannedStep:
-        """Return the plan for a number of tokens in a chunk, or for whole layers."""
+        """Return the plan for a number of tokens in a chunk, or with None for whole layers."""
         plan = functools.partial(self._plan_profile, profile, self.layout, self.config, chunk_tokens=chunk_tokens)
         found = plan(self._asked_durability)
         if not found.plan.fits and self.durability is None and self.config.durability == "auto":

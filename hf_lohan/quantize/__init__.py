@@ -1,4 +1,4 @@
-"""Packed weights, in torch operations.
+"""Packs and decodes weights with torch operations.
 
 A `PackedForm` defines how the store packs one parameter, and decodes it. `FourBitForm` is NF4 and FP4, bitwise equal to
 bitsandbytes. `EncodedForm` is for the codes of other quantized checkpoints. A `Packer` packs elements in order.

@@ -139,7 +139,7 @@ def _cell_of(values: Tensor) -> Tensor:
 @cache
 def _scale_codes() -> Tensor:
     """Return the code of each cell. bitsandbytes uses this table on a CPU, so a value near the middle of two codes may
-    get either of them."""
+    get either code."""
     values = scale_values(torch.device("cpu"))
     cells = torch.arange(_NUM_CELLS, dtype=torch.float64)
     middles = (2 * cells / (_NUM_CELLS - 1) - 1).to(torch.float32)

@@ -49,7 +49,7 @@ _NUM_STEPS_TO_PLAN = 2
 
 
 def record_folder(output_dir: Path, ranks: Ranks) -> Path:
-    """Return the folder for the figures of a rank, which is the run's folder for rank 0. `lohan report` reads all."""
+    """Return the folder for a rank's figures. For rank 0 it is the run's folder. `lohan report` reads all folders."""
     if ranks.rank == 0:
         return output_dir
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))

@@ -34,7 +34,7 @@ class _Counts:
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes sent to other ranks, by lane, and also the bytes before encoding by a codec. Empty for one rank."""
     waited_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which this rank waited for each other rank. Empty for one rank."""
+    """Seconds that this rank waited for each other rank. Empty for one rank."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """The fields of `ExpertFigures`. Empty if experts are not streamed."""
 

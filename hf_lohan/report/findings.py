@@ -67,7 +67,7 @@ class LaneWork:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Mean time in a step for which one thread waits for one cause."""
+    """Mean time that one thread waits for one cause in a step."""
 
     lane: str
     cause: str

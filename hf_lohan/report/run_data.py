@@ -57,7 +57,7 @@ class RunData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """Read the run of an output folder, or of a folder in it. Raises ValueError without a run or for a damaged file."""
+    """Read the run in an output folder or in a folder in it. Raises ValueError without a run or for a damaged file."""
     output_dir = output_folder(path, SUMMARY_NAME, STEPS_NAME)
     if output_dir is None:
         raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)

@@ -1,4 +1,4 @@
-"""Draws axes, lines and bars as SVG elements. Classes of `page.html` style text, grid and font."""
+"""Draws axes, lines and bars as SVG elements. CSS classes in `page.html` set the style of text, grid and font."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Panel:
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return at most about `most` round figures from `low` to `high`."""
+    """Return up to about `most` round figures from `low` to `high`."""
     if not high > low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / most))

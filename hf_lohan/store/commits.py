@@ -76,7 +76,7 @@ class Commit:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What ranks that commit together have in common."""
+        """The group and the number of the commit. They are equal on all ranks that commit together."""
         return self.group_id, self.number
 
     def check_model_files(self, directory: str) -> str:

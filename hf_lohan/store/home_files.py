@@ -1,4 +1,4 @@
-"""The files of one home, which is one copy of the records. Each path has one preallocated file."""
+"""The files of one home. A home is one copy of the records. Each path has one preallocated file."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ModelIdentity:
     num_parameters: int
     fingerprint: str
     optimizer_state_dtype: str = "float32"
-    """For messages, and for readers without the config. The fingerprint includes it."""
+    """It is for messages, and for readers without the config. The fingerprint includes it."""
     optimizer: str = "AdamW(exp_avg, exp_avg_sq)"
     """The update rules and their records, joined by " + ". For messages, like the dtype."""
     quantize: str = "none"

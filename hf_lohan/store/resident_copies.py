@@ -40,8 +40,7 @@ class ResidentCopy:
         """Bytes that were read so far from RAM instead of the SSD."""
 
     def try_read(self, start: int, out: Tensor) -> bool:
-        """Fill `out` (uint8, any range) and return True if all granules that it touches are held. If not, return
-        False."""
+        """Fill `out` (uint8, any range) if all granules that it touches are held. Returns whether `out` was filled."""
         part = self._granules(start, out)
         with self._lock:
             self._forget_failed_writes()
@@ -89,7 +88,7 @@ class ResidentCopy:
             self._writes.append((self._granules(start, source), request))
 
     def forget(self, start: int, source: Tensor) -> None:
-        """Forget the granules that this range (any) touches, because the drive has, or may have, other bytes."""
+        """Forget the granules that this range (any) touches, because the drive may have other bytes."""
         part = self._granules(start, source)
         with self._lock:
             self._change(part)

@@ -93,8 +93,8 @@ class Store(RecordFiles):
     ) -> Store:
         """Create a store of zeros over ``paths``. It replaces a store of the same model.
 
-        Raises ValueError and `StorageError` for unusable paths, `CapacityError`, `ForeignStoreError` or
-        `StoreInUseError`, before anything is written. A later failure leaves no records.
+        Raises ValueError or `StorageError` if a path cannot be used, or else `CapacityError`, `ForeignStoreError` or
+        `StoreInUseError`, all before anything is written. A later failure leaves no records.
         """
         validate_directories(paths)
         resolved = resolve_capacities(paths, DATA_NAMES)
@@ -140,9 +140,10 @@ class Store(RecordFiles):
         """Open the store in ``paths``, which may be in any order. ``model=None`` accepts any model, and
         ``records=None`` any records. ``is_read_only``: the caller only reads, so the file system may be read-only.
 
-        Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError` if the
-        store exceeds a capacity in ``paths``, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
-        ``allow_torn`` (for callers that write all records anew).
+        Raises ValueError or `StorageError` if a path cannot be used or the store is missing or damaged. Raises
+        `CapacityError` if the store exceeds a capacity in ``paths``, `ForeignStoreError` for another model or other
+        records, `StoreInUseError` if it is locked, and `TornStoreError` if it is torn. A caller with ``allow_torn``
+        writes all records anew.
         """
         validate_directories(paths, is_read_only=is_read_only)
         assemble(paths)  # comes first, because the lock creates a file
@@ -297,7 +298,7 @@ class Store(RecordFiles):
 
     def clear_records(self) -> None:
         """Let every record read as zeros until it is written. The last commit stays valid until the next one, unless a
-        committed record with one home is overwritten."""
+        write overwrites a committed record that has one home."""
         self.wait_until_idle()
         self.versions.clear()
         self.ram.clear()
@@ -316,9 +317,9 @@ class Store(RecordFiles):
 
         ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
         appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace the model files of the
-        last commit, unless they are None. ``rounds_half_up``: bfloat16 weights are copied from a commit without tie
-        codes. No write may be in progress. Raises `CapacityError` or `StorageError`. The last commit then stays, and
-        `commit` may be called again unless the drive lost written data.
+        last commit, unless they are None. ``rounds_half_up``: bfloat16 weights come from an older version's commit,
+        which has no tie codes, so this commit has none. No write may be in progress. Raises `CapacityError` or
+        `StorageError`. The last commit then stays, and `commit` may be called again unless the drive lost written data.
         """
         self.write_back()
         home, checksum, ties = self.draft()

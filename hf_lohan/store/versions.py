@@ -105,7 +105,7 @@ class Versions:
             self._live_ties[start : start + len(codes)] = codes
 
     def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Return whether granules [first, stop) are all on disk, that is, written, not in flux, and not only in RAM."""
+        """Return whether all granules [first, stop) are on disk: written, not in flux, and not only in RAM."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             return not ((self._live_home[part] >= _NOWHERE).any() or self._is_in_flux[part].any())

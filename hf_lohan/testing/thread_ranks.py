@@ -63,8 +63,8 @@ def run_ranks(
     faults: Sequence[Fault] = (),
     timeout_s: float = 20.0,
 ) -> list[_Result]:
-    """Run `function` on each rank, and return the results. Raises the first error that does not only report another
-    rank's error."""
+    """Run `function` on each rank, and return the results. Raises the first error that is not a `RankFailedError`, or
+    else the first error."""
     outcomes = rank_outcomes(
         num_ranks, function, num_local=num_local, delays_seed=delays_seed, faults=faults, timeout_s=timeout_s
     )

@@ -53,7 +53,7 @@ def set_compute_threads(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep some freed memory, and return whether it does. Clearing new pages for gradients and activations
+    """Make glibc keep some freed memory. Returns whether it does. Clearing new pages for gradients and activations
     takes up to 5% of a step on a CPU. The user's settings and other C libraries or allocators are not changed."""
     if sys.platform != "linux" or any(name in os.environ for name in _SETTINGS):
         return False

@@ -19,7 +19,7 @@ _Tasks = queue.SimpleQueue[_Task | None]
 
 class TaskThreads:
     """An executor without futures, because a future costs more time than the Python code of a transfer of 1 MB. Tasks
-    start in order of submission, and must not raise. The threads end when this object is deleted, if not before. In a
+    start in order of submission, and must not raise. The threads end at the latest when this object is deleted. In a
     forked process `close` does nothing."""
 
     def __init__(self, num_threads: int, name: str, *, begin: _Task = lambda: None) -> None:
@@ -68,7 +68,7 @@ def _run(tasks: _Tasks, begin: _Task) -> None:
 
 class KernelThreads:
     """Threads that run torch's CPU kernels independently. Each thread runs a sequence of kernels on its part, so
-    threads do not wait for each other after each kernel. They end when this object is deleted, if not before."""
+    threads do not wait for each other after each kernel. The threads end at the latest when this object is deleted."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads

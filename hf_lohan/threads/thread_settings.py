@@ -52,7 +52,7 @@ class ThreadSettings:
 def uninterrupted(work: Callable[[], _Value], settings: ThreadSettings) -> _Value:
     """Run ``work`` with ``settings`` on a new thread, on which Python calls no signal handlers. Returns or raises as
     ``work`` does. An interrupt of the calling thread is raised after the work has ended, so the work must be short.
-    This is for work in which torch calls Python code in places where an exception would end the process."""
+    This is for work during which torch calls Python code where an exception would end the process."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     results: list[_Value] = []

@@ -66,9 +66,9 @@ class GradientArrivals:
         self._context = BackwardContext()
         self._open: dict[Chunk, ArrivedChunk] = {}
         self._order: dict[Chunk, int] = {}
-        """Position of each chunk in the order in which gradients of the step came."""
+        """Position of each chunk in the order of arrival of the step's gradients."""
         self._submitted: set[Chunk] = set()
-        """Chunks that were submitted in the backward, and chunks that it does not reach but that were published."""
+        """Chunks that were submitted in the backward, and published chunks that the backward does not reach."""
         self._held_back: deque[Chunk] = deque()
         """Chunks with gradients of earlier backwards that the step's last backward does not reach, in `_order`."""
         self._pieces: dict[ParamSlice, list[ChunkPiece]] = {}

@@ -69,8 +69,8 @@ class GradientReduction:
         self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
     ) -> None:
         """Start to exchange gradients. All ranks call this together. ``put`` runs a command on the worker's thread.
-        ``on_failure`` is called if another rank fails. ``apply_unexpected`` is called with an averaged gradient of a
-        chunk for which this rank published none."""
+        ``on_failure`` is called if another rank fails. ``apply_unexpected`` is called with the averaged gradient of a
+        chunk if this rank published no gradient of it."""
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
         this = weakref.ref(self)  # the links live longer than this object
 
@@ -219,7 +219,7 @@ class GradientReduction:
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
-        """Forget the gradients for which no averages will come."""
+        """Forget the gradients whose averages will not come."""
         while self._waiting:
             _, (gradient, _, on_unwanted) = self._waiting.popitem()
             assert gradient.buffer is not None

@@ -46,7 +46,7 @@ class ArrivedChunk:
     codec: BlockCodec | None = None
     """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
     rows: list[RowsOfPiece] = field(default_factory=list)
-    """Pieces of which only rows arrive. `wait` moves the rows to their places."""
+    """Pieces that arrive as rows only. `wait` moves the rows to their places."""
     on_device: Buffer | None = None
     """Device memory in which the gradient arrives. Devices add it to the gradients of other ranks."""
 
@@ -153,7 +153,7 @@ class ChunkGradient:
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
-        """Return a gradient of zeros for all trained parameters of the chunk, such as those of an expert without
+        """Return a gradient of zeros for all trained parameters of the chunk, for example of an expert without
         tokens."""
         slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
         return cls(chunk, None, slices, is_zero=True)

@@ -71,7 +71,7 @@ class MissedSteps:
         self._now = 0
         """The last step that counts."""
         self._history: dict[int, dict[str, StepSettings]] = {}
-        """Settings by step and parameter name. Contains only parameters of which at least one part missed the step."""
+        """Settings by step and parameter name. Contains only parameters with at least one part that missed the step."""
         self._applied: dict[Chunk, int] = {}
         """For each chunk that is behind: the last step that its records include."""
         self._caught_up: dict[Chunk, int] = {}
@@ -203,8 +203,8 @@ class MissedSteps:
     # Commits.
 
     def packed(self) -> bytes | None:
-        """Return the content of a commit's file; None if no block is behind. It has the number of steps that each block
-        is behind (int32), and the settings of these steps."""
+        """Return the content of a commit's file; None if no block is behind. The file has the number of steps that each
+        block is behind (int32), and the settings of these steps."""
         with self._lock:
             if not self._applied:
                 return None
@@ -302,9 +302,9 @@ _REPLAY_NUMEL = 1 << 16
 
 
 class UpToDateRecords:
-    """Records with all steps applied. Reads like `Store`, and applies missed steps to the read values. It does so in
-    its own memory, because the owners of the pools' buffers may wait for the reader. It does not write to the store, so
-    a step can still be undone after a read. Any thread may read. Before a write, wait for all updates."""
+    """Records with all steps applied. Reads like `Store`, and applies missed steps to the read values in its own
+    memory, because the owners of the pools' buffers may wait for the reader. It does not write to the store, so a step
+    can still be undone after a read. Any thread may read. Before a write, wait for all updates."""
 
     def __init__(self, store: Store, blocks: Sequence[Block], missed: MissedSteps) -> None:
         self._store = store

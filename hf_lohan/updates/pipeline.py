@@ -25,9 +25,9 @@ class GradientPipeline:
     `undo_guesses` may be called on any thread.
 
     Without clipping, a step updates in backward. With clipping, gradients are held, and updates are deferred until the
-    norm is known. Or updates run in backward on a guess, into a draft. If the norm then clips, the draft is dropped,
-    and the updates run again from the held gradients. A store without drafts allows no guess. Nobody ever reads a
-    guess, because a reader of a guessed block (a second backward, an evaluation) first undoes all guesses.
+    norm is known. Or updates run in backward as drafts, on the guess that nothing is clipped. If the guess is wrong,
+    the drafts are dropped, and the updates run again from the held gradients. Guesses need a store with drafts. Nobody
+    ever reads a guess, because a reader of a guessed block (a second backward, an evaluation) first undoes all guesses.
     """
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
@@ -40,7 +40,7 @@ class GradientPipeline:
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
         self._passed: dict[Chunk, None] = {}
-        """Chunks that the step's backwards passed, with or without a gradient."""
+        """Chunks with a gradient of zero in a backward of this step. Other backwards may have given them gradients."""
         self._excluded: set[Chunk] = set()
         """Chunks of which this rank has no gradient in the step. Other ranks may have updated them already."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
@@ -61,7 +61,7 @@ class GradientPipeline:
         self._handover.abort(error)
 
     def park(self, share: float) -> None:
-        """Let this share of later updates in backward wait for the next forward."""
+        """From now on, let this share of the updates in backward wait for the next forward."""
         self._thread.submit(lambda: self._worker.park(share))
 
     # Called in backward.
@@ -72,7 +72,7 @@ class GradientPipeline:
         return self._num_backwards
 
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
-        """Measure a gradient that backward made."""
+        """Compute the norm of a gradient from backward."""
         self._norms.set_first(part, gradient)
 
     @property
@@ -96,8 +96,8 @@ class GradientPipeline:
             self._thread.submit(accept)
 
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
-        """Note that a backward passed these chunks. Chunks that get no gradient in this step (experts without tokens)
-        are updated with zeros."""
+        """Note that these chunks get a gradient of zero in a backward (experts without tokens). Chunks without another
+        gradient in this step are updated with zeros."""
         self._passed.update(dict.fromkeys(chunks))
 
     def wait_for_ranks(self) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class GradientPipeline:
         return [] if exchange is None else [chunk for chunk in self._announced - arrived if exchange.is_shared(chunk)]
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Give other ranks a gradient of earlier backwards. It moves to `buffer` if they cannot read its buffer."""
+        """Give other ranks a gradient of earlier backwards, in `buffer` if they cannot read its present buffer."""
         self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     @property
@@ -137,8 +137,8 @@ class GradientPipeline:
         return self.has_gradients and not self.holds_gradients
 
     def has_begun_to_update(self, part: ParamSlice) -> bool:
-        """Return whether backward has updated a parameter, or a part of it, or may have on other ranks, in a step that
-        is not finished."""
+        """Return whether some part of a parameter may have been updated in a step that is not finished, by this rank or
+        by others."""
         if self.holds_gradients:
             return False
         chunks = self._announced | self._excluded if part.parameter.requires_grad else self._announced
@@ -167,7 +167,7 @@ class GradientPipeline:
         return self._norms.with_gradient | _trained_in(self._passed)
 
     def announced(self) -> Set[ParamSlice]:
-        """Return the parameters of the chunks of which a gradient has arrived in the step."""
+        """Return the trained parameters of this rank's chunks with a gradient in the step, even a gradient of zero."""
         return _trained_in((*self._announced, *self._passed))
 
     def first_not_finite(self) -> str | None:
@@ -176,7 +176,7 @@ class GradientPipeline:
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether the step had a backward in which no trained weight got a gradient, on any rank. Call `wait_for_norms`
+        """Whether the step had a backward, but no trained weight has a gradient on any rank. Call `wait_for_norms`
         first."""
         return self._num_backwards > 0 and not self.with_gradient()
 
@@ -214,8 +214,8 @@ class GradientPipeline:
         self._drop_gradients()
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget_guesses()
-        # This comes last, because the method is called again if an interrupt ends it earlier, and then finds nothing
-        # held.
+        # This comes last. If an interrupt ends this method earlier, it is called again, and must still see the step's
+        # chunks.
         self._begin_next()
         return self._worker.abandoned
 
@@ -256,9 +256,9 @@ class GradientPipeline:
         self._thread.call(self._worker.wait_for_writes)
 
     def run_when_written(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread when the store has the updates as after `wait_for_updates`. Returns at
-        once. If the action fails, the pipeline fails, and the next wait raises. Raises RuntimeError if a step in
-        progress has changed the store."""
+        """Run `action` on the worker's thread once the store has all updates for which `wait_for_updates` waits.
+        Returns at once. If the action fails, the pipeline fails, and the next wait raises. Raises RuntimeError if a
+        step in progress has changed the store."""
         if self.has_begun_updates:
             raise RuntimeError(
                 "the step in progress has updated blocks in backward, so the store is between two steps; finish it "
@@ -277,7 +277,7 @@ class GradientPipeline:
 
     @property
     def speculates(self) -> bool:
-        """Whether steps guess if they can."""
+        """Whether steps guess that the norm will not clip, if they can."""
         return self._guesses.are_wanted and self._has_groups()
 
     def set_speculation(self, is_wanted: bool) -> None:
@@ -285,8 +285,8 @@ class GradientPipeline:
         self._guesses.are_wanted = is_wanted
 
     def undo_guesses(self) -> set[Block]:
-        """Undo the updates on a guess of the step in progress, because its old weights are needed. Returns the blocks
-        whose records change back."""
+        """Undo the updates that the step in progress made on a guess, because a reader needs the weights before them.
+        Returns the blocks whose records change back."""
         return self._guesses.undo_guesses(self._worker.undo_guesses)
 
     @property
@@ -317,7 +317,7 @@ class RankGradientPipeline(GradientPipeline):
         self._is_agreed = False
         """Whether all ranks know the norms of the step in progress, and apply it."""
         self._passed_elsewhere: set[Chunk] = set()
-        """Chunks of other ranks' experts that the step's backwards passed. They take the step on their ranks."""
+        """Chunks of other ranks' experts with a gradient of zero in a backward here. Their owners update them."""
         super().__init__(setup, exchange)
         exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
 

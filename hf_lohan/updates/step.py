@@ -130,7 +130,7 @@ class StepTransaction:
 
     @property
     def is_half_applied(self) -> bool:
-        """Whether the store has, or may have, updates of a step that does not count."""
+        """Whether the store may have updates of a step that does not count."""
         return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
 
     def clip_by(self, way: ClipWay) -> None:
@@ -360,7 +360,7 @@ class ParamGroups:
         own list."""
         self._members: list[list[int]] = []
         self._pairs: set[tuple[int, UpdateRule]] = set()
-        """Pairs of a group's index and an update rule of its parameters."""
+        """Pairs of a group's index and the update rule of the group's parameters."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
         self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
         self._at_step: dict[str, Any] = {}

@@ -155,8 +155,8 @@ class UpdateWorker:
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Publish a gradient of earlier backwards, to which the last backward adds nothing. It moves to `buffer` if
-        other ranks cannot read its buffer."""
+        """Publish a gradient of earlier backwards, to which the last backward adds nothing. The gradient is moved to
+        `buffer` if other ranks cannot read its present buffer."""
         assert self._exchange is not None
         gradient = self._held.pop_into(chunk, buffer)
         self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
@@ -426,7 +426,7 @@ class UpdateQueue:
         return busy_s
 
     def end_step(self, of_others: Collection[ParamSlice] = ()) -> None:
-        """Count one more step for updated parameters, and for those that other ranks update."""
+        """Count one more step for parameters that this rank or another rank updates."""
         self.finish_pending()
         for part in {piece.param_slice for piece in self._pieces} | set(of_others):
             self._setup.step_counts[part] += 1

@@ -22,7 +22,7 @@ from hf_lohan.weights.shared_source import SharedWeights, StaleError
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 _MORE_AHEAD = 2
-"""Loads with several ranks come ahead of their uses by at most the number of layer slots plus this number."""
+"""With several ranks, blocks are loaded at most the number of layer slots plus this number of uses ahead."""
 _TAKES_BACK_AFTER_S = 0.2
 
 
@@ -30,9 +30,9 @@ class WeightSource(Protocol):
     """Loads weights into slots. Only the source knows where the weights are, and in how many parts."""
 
     def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
-        """Order the reads of a block. ``on_delivered`` is called when all copies are enqueued on the H2D lane, or with
-        an error. It may be called within `begin_load`, within a later call, or on the updating thread. One thread calls
-        `begin_load`, in the order of loads. Raises the error if the load cannot begin."""
+        """Request the reads of a block. ``on_delivered`` is called when all copies are enqueued on the H2D lane, or
+        with an error. It may be called within `begin_load`, within a later call, or on the updating thread. One thread
+        calls `begin_load`, in the order of loads. Raises the error if the load cannot begin."""
 
     def finish_loads(self) -> None:
         """Wait until all reads have ended and their copies are enqueued."""
@@ -40,8 +40,8 @@ class WeightSource(Protocol):
 
 class BlockLoader:
     """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use. The
-    thread chooses each load at its start (`NextLoad`), so an urgent load is always the next one. A block is loaded
-    ahead only into a slot whose present block is needed later than the new one, or not at all."""
+    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always the next one. A block is
+    loaded ahead only into a slot whose present block is needed later than the new one, or not at all."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class BlockLoader:
         thread_name: str = "lohan-prefetch",
     ) -> None:
         """``overlaps_loads``: the reads of a load begin before the reads of the previous load have ended. Copies then
-        wait for slots that compute still reads. With layers this would delay the copies of the block that is needed
-        first."""
+        wait for slots that compute still reads. `LayerLoader` does not overlap loads, because the copies of the block
+        that is needed first would be delayed."""
         self._ring = ring
         self._source = source
         self._schedule = schedule
@@ -98,7 +98,7 @@ class BlockLoader:
         """End a complete pass. The next pass of its kind follows its order."""
         with self._ring.lock:
             self._schedule.end_pass()
-            self._order_loads()  # an interrupted pass may continue
+            self._order_loads()  # a pass that this one interrupted may continue
         if self.beside is not None:
             self.beside.end_pass()
 
@@ -164,7 +164,7 @@ class BlockLoader:
         self._ring.changed.notify_all()  # the thread chooses
 
     def _order_urgent(self, block: Block) -> None:
-        """Return when an unforeseen block has a slot. Raises the error that prevents it. The caller holds the lock."""
+        """Wait until an unforeseen block has a slot. Raises the error that prevents it. The caller holds the lock."""
         self._next_load.urgent.append(block)
         try:
             self._ring.changed.notify_all()
@@ -225,7 +225,7 @@ class BlockLoader:
         return self._next_load.find_load() if self._failure is None else None
 
     def _end_load(self, load: SlotLoad, error: BaseException | None) -> None:
-        """Publish or abandon a load. The next load does not wait for this, because its block may be needed first."""
+        """Publish or abandon a load. The next load may begin earlier, because its own block may be needed first."""
         slot = load.slot
         ready = self._ring.device.record(Lane.H2D)
         with self._ring.lock:
@@ -285,7 +285,7 @@ class RankLoader(BlockLoader):
 
     def _take_back_slots(self, *, is_needed: bool) -> bool:
         """Take slots back that updates borrow, if a load has waited for a slot for a moment. The updates may wait for
-        ranks that wait for this load. They then read the store instead. Returns whether slots were taken back."""
+        ranks that wait for this load. These updates then read the store. Returns whether slots were taken back."""
         borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.borrowed]
         if not (is_needed and borrowed and self._next_load.is_due):
             self._no_slot_since_s = None

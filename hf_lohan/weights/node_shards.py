@@ -40,7 +40,7 @@ from hf_lohan.weights.source import Decoder
 
 _PAGE_BYTES = 4096
 _PART_MULTIPLE = 256
-"""The parts of a block that ranks of a node copy to their devices begin at multiples of this number of elements."""
+"""Ranks of a node copy parts of a block to their devices. Each part begins at a multiple of this number of elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
 """Number of elements that are coded at once. This is a multiple of the codec's block."""
 _FORM = struct.Struct("<q?q")
@@ -166,7 +166,7 @@ class DeviceCopies:
             self._device.copy(Lane.H2D, memory[start:stop], shared[start:stop])
 
     def _gather(self, transport: DeviceLane, memory: Tensor) -> None:
-        """Send this rank's part of ``memory`` to the other devices, and receive the rest of it."""
+        """Send this rank's part of ``memory`` to the other devices, and receive the other parts."""
         parts = _equal_parts(memory.numel(), self._ranks.num_local)
         start, stop = parts[self._ranks.local_rank]
         work = partial(transport.fill_from_all, memory, parts)
@@ -298,8 +298,8 @@ class NodeShards:
     # Blocks on their way to devices.
 
     def coded_bytes(self, block: Block) -> int:
-        """Return the bytes of the payload of a whole block for devices; 0 if its weights go there unchanged. Packed
-        weights are not coded again."""
+        """Return the bytes of a whole block's payload for devices. Return 0 if the block's weights go to devices
+        unchanged. Packed weights are not coded again."""
         if self.within is None or block.packed_slices:
             return 0
         return self.within.codec.message_bytes(block.numel)

@@ -69,7 +69,7 @@ class _Head:
     version: int
     """`num_changes` after the last change of this block."""
     num_filled: int
-    """Number of loads for which the shards of this rank and its counterparts are in the memory of its node."""
+    """Number of loads whose shards of this rank and its counterparts are in the memory of the node."""
     is_closed: int
     keeps_weights: int
     serves: int
@@ -114,7 +114,7 @@ class _SharedLoad:
     coded: Tensor | None
     """The payload of the block for devices, in shared host memory, if a codec rounds the block for them."""
     is_kept: bool
-    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
+    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of the block."""
     keeps: bool
     """Whether nodes keep the shards that they receive."""
     ordered: _Wanted | None
@@ -183,7 +183,7 @@ class SharedWeights(Rounds):
         self._stale: dict[int, int] = {}
         """For each load's number, a rank that has no weights of the load's period any more."""
         self._own_stale: dict[int, int] = {}
-        """Entries of `_stale` that this rank tells others: its own, and those of ranks that have sent it shards."""
+        """Entries of `_stale` that this rank tells others: its own, and entries of ranks that have sent it shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """The arguments of `keep_weights`, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
@@ -398,7 +398,7 @@ class SharedWeights(Rounds):
             wanted.on_delivered(stale_error(self._ranks.rank, wanted.block))
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
-        """Have updates deliver this rank's shard, and order the reads of the rest."""
+        """Let updates deliver this rank's shard, and request the reads of the parts that they do not deliver."""
         load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
             return  # `_wait_for_own_shard` notes it
@@ -416,7 +416,7 @@ class SharedWeights(Rounds):
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
 
     def _read_numel(self, block: Block, kind: str = PARAM) -> int:
-        """Return the number of elements of one read, or of bytes of packed weights. A read has whole granules."""
+        """Return the number of elements (of packed weights: bytes) in one read. A read has whole granules."""
         numel, granule_numel = self._read_bytes, block.packed_granule_bytes
         if kind == PARAM:
             numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel

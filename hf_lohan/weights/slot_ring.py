@@ -32,7 +32,7 @@ class Slot:
     size_class: SizeClass
     block: Block | None = None
     ready: Event | None = None
-    """Event of the arrival of `block`; None while its load is not enqueued."""
+    """Event of the arrival of `block`. None until the load of `block` is enqueued."""
     is_loading: bool = False
     """Whether a load writes to the slot. The block may have been forgotten meanwhile."""
     last_use: Event | None = None
@@ -209,13 +209,13 @@ class SlotRing(WeightSlots):
         return self._holder[block]
 
     def block_behind(self, tensor: Tensor) -> Block | None:
-        """Return the block of the slot of which ``tensor`` is a view; None if it is not a view of a slot."""
+        """Return the block whose slot ``tensor`` is a view of. Return None if it is not a view of a slot."""
         slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
         assert slot is None or slot.block is not None, "a view of an empty slot"
         return slot.block if slot is not None else None
 
     def copy_views(self, output: Any, blocks: Collection[Block]) -> Any:
-        """Return ``output`` with copies in place of arrays, and of tensors that are views of these blocks' slots."""
+        """Return ``output`` with copies of arrays, and of tensors that are views of these blocks' slots."""
 
         def copy_view(leaf: Any) -> Any:
             if isinstance(leaf, np.ndarray):

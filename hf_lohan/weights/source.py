@@ -155,9 +155,9 @@ class LocalWeights:
         decoder: Decoder | None = None,
         reads_to_device: Callable[[str, str], bool] = lambda block, kind: False,
     ) -> None:
-        """``deliver(block, weights, free)`` has updates put their part of the block into ``weights``, not before
-        ``free``. ``decoder`` is for blocks with packed weights. ``reads_to_device(block, kind)``: whether the store can
-        read a record straight to device memory."""
+        """``deliver(block, weights, free)`` lets updates copy their part of the block to ``weights`` after ``free``.
+        ``decoder`` is for blocks with packed weights. ``reads_to_device(block, kind)``: whether the store can read a
+        record straight to device memory."""
         self._reads_to_device = reads_to_device
         self._decoder = decoder
         self._device = device

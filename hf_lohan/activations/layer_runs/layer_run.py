@@ -17,7 +17,7 @@ from hf_lohan.compat.torch_private import own_parameters, put_parameter
 
 
 class LayerInputs(Protocol):
-    """The inputs of one forward of a layer, which can be cut."""
+    """The inputs of one forward of a layer. They can be cut."""
 
     def refuse(self, *, within_rows: bool) -> None:
         """Raise NotCuttableError if some input cannot be cut."""

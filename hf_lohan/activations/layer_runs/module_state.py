@@ -41,7 +41,7 @@ _MOST_KEPT_BYTES = 1 << 20
 """Copies of larger tensors are kept only if the forward has changed the tensor."""
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, deque, set))
 _PLAIN: set[type] = {bool, int, float, str, type(None)}
-"""Known types of which only a reference is noted."""
+"""Known types. Only a reference to their objects is noted."""
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -443,7 +443,7 @@ def _is_opaque(value: object) -> bool:
 
 @functools.cache
 def _is_own_code(module_name: str | None) -> bool:
-    """Return whether a module has code of a user or of a checkpoint, and not of a library."""
+    """Return whether a module's code comes from a user or a checkpoint, and not from a library."""
     if module_name is None or module_name.partition(".")[0] in _OPAQUE:
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None)

@@ -1,9 +1,9 @@
 """Runs layers on the tokens that one of several ranks has of each row.
 
 The keys and values of a layer go through memory that the ranks share. Each rank writes the keys and values of its
-tokens, waits until all ranks have written theirs, and runs its chunks. The chunks see the keys of earlier tokens on any
-rank. The backward does the same, and sums the gradients of all seen keys and values in float32. When all ranks have
-their sums, each rank adds the sums for its own tokens in rank order, and runs the backward of its keys and values.
+tokens, waits until all ranks have written, and runs its chunks. The chunks see the keys of earlier tokens on any rank.
+The backward does the same, and sums the gradients of all seen keys and values in float32. When all ranks have their
+sums, each rank adds the sums for its own tokens in rank order, and runs the backward of its keys and values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ the keys of the layer before. No rank is two layers ahead, because ranks wait fo
 
 @dataclass(frozen=True, eq=False)
 class RowsOfRanks:
-    """The rows of one forward, which the ranks of `RowLinks` share."""
+    """The rows of one forward that the ranks of `RowLinks` share."""
 
     pieces: RowPieces
     memory: RowMemory
@@ -55,8 +55,8 @@ class RowMemory:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
-        """Size of a place, and of a rank's sums. They never shrink, because that would move the places, and a rank may
-        still read from a place of an earlier layer."""
+        """Size of a place, and size of a rank's sums. They never shrink, because that would move the places, and a rank
+        may still read from a place of an earlier layer."""
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
@@ -78,7 +78,7 @@ class RowMemory:
 
         def split(first_byte: int, of_type: torch.dtype) -> list[Tensor]:
             flat = self._bytes[first_byte : first_byte + sum(numels) * of_type.itemsize].view(of_type)
-            # Autograd must not count writes to other places, or of other ranks, as writes to these tensors.
+            # Autograd must not count writes to other places, or writes by other ranks, as writes to these tensors.
             return [part.view(*shape).data for part, shape in zip(flat.split(numels), shapes, strict=True)]
 
         sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]

@@ -224,7 +224,7 @@ def stream_models() -> None:
 
 
 def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the result of the `load` of an axolotl `ModelLoader`: the model, whose weights are in the store, and the
+    """Return the result of `load` of an axolotl `ModelLoader`: the model with its weights in the store, and the
     configuration of its adapters.
 
     Steps of the loader and of plugins after the model is built (resized embeddings, adapters, patches) run twice: with

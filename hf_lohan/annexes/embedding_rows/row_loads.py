@@ -222,7 +222,7 @@ class ShardedRows(Rounds):
         an update may have written meanwhile."""
         own = self._own
         of_shard, _ = rows_between(ids, own.width, *own.elements_of(own.rank))
-        self._refuse_stale(period)  # must precede the wait: updates of the first step wait for a commit of all ranks
+        self._refuse_stale(period)  # before `settle`, because updates of the first step wait for a commit of all ranks
         for is_last in (False, True):
             try:
                 self.settle()
@@ -320,7 +320,7 @@ class _GranuleBatch:
         """(index of the first element in the memory, tensor to which elements are copied)."""
 
     def add(self, start: int, out: Tensor) -> None:
-        """Read elements of the record to ``out``, beginning with element ``start``, now or later. ``start`` ascends."""
+        """Copy elements from ``start`` on to ``out``, in the next `read` at the latest. ``start`` ascends."""
         granule_numel, done = self._block.granule_numel, 0
         while done < out.numel():
             granule, within = divmod(start + done, granule_numel)

@@ -117,8 +117,8 @@ class OldRun:
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Combine the facts of all ranks in the facts of rank 0. The number of updates of a parameter is that of its owner.
-    Trainer's sums since the last log become means, because Trainer logs the mean over ranks. Rows of experts become the
-    rows of all ranks, which count for rank 0."""
+    Trainer's sums since the last log become means, because Trainer logs the mean over ranks. Numbers of rows of experts
+    are summed over all ranks, and stored as those of rank 0."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():
@@ -139,8 +139,8 @@ def _mean(numbers: Sequence[float]) -> float:
 def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
     """Return the journal of one of ``num_ranks`` new ranks. ``journals`` has the journals of all old ranks.
 
-    An additional rank gets a copy of rank 0's journal without the random state. transformers warns about this on
-    resume. All ranks draw an epoch's order from the same random state.
+    An additional rank gets a copy of rank 0's journal without the random state, and transformers warns about this on
+    resume. The copy has the random state of the epoch's beginning, with which all ranks draw the epoch's order.
     """
     is_old_rank = rank < len(journals)
     journal: dict[str, bytes] = {}

@@ -2,7 +2,7 @@
 
 `lohan plan` prints the simulated step, and with --lifetimes and --plot the lifetimes and the picture. The solver
 `migration` reserves time on lanes (TeraIO). Simulated steps differ from measured steps by up to 5%. Measured steps did
-not show the gains of other solvers, so `auto` does not use them. It costs milliseconds for each plan of a run.
+not show the gains of other solvers, so `auto` does not use them. Simulating a plan of a run takes milliseconds.
 """
 
 from types import ModuleType

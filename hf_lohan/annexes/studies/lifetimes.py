@@ -52,7 +52,7 @@ class TensorLifetime:
     """One tensor of a step. Times are indices of operations."""
 
     name: str
-    """Name of the weight, or of the operation that made the tensor."""
+    """Name of the weight, or name of the operation that made the tensor."""
     block: str
     kind: TensorKind
     num_bytes: int

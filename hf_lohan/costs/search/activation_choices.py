@@ -97,9 +97,9 @@ class ActivationChoices:
         self.num_operations = int(self._num_of_kind.sum())
 
     def kept_choices(self, budget_bytes: int) -> list[KeptActivations]:
-        """Return the activations that fit ``budget_bytes`` of the device, by several orders. One order is whole layers
-        from the last back, whose memory is free soonest. Others begin with the most expensive operations of all layers,
-        by FLOPs or because they load experts again."""
+        """Return the activations that fit ``budget_bytes`` of the device, by several orders. One order has whole layers
+        from the last to the first, because the memory of the last layers is free soonest. Others begin with the most
+        expensive operations of all layers, by FLOPs or because they load experts again."""
         orders = [self._last_layers_first(), self._dearest_first(range(len(self.kinds)))]
         if self._loads_first != list(range(len(self.kinds))):
             orders.append(self._dearest_first(self._loads_first))

@@ -61,12 +61,11 @@ def plan_offload(
 ) -> OffloadPlan:
     """Return the fastest plan (LoHan's Algorithm 1, extended by activations that stay on the device).
 
-    With `swapped_bytes`, return instead the plan in Algorithm 1's sequence that swaps the most, but at most this number
-    of bytes. Layer inputs that the device cannot keep are swapped in any case. If nothing fits, the plan's `refusal`
-    says why.
+    With `swapped_bytes`, return instead the plan in Algorithm 1's sequence that swaps the most bytes up to this number.
+    Layer inputs that the device cannot keep are swapped in any case. If nothing fits, the plan's `refusal` says why.
 
-    If not every step needs a commit, every step is committed nevertheless if that costs almost no time and no bytes, if
-    rare commits would make steps longer, or if speculation was requested, because it returns to the previous commit.
+    Without a number of steps between commits, every step is committed if this costs almost no time and no bytes, if
+    rare commits would make steps longer, or for speculation, which returns to the previous commit.
     """
 
     def planned(commit_every_steps: int) -> OffloadPlan:
@@ -170,7 +169,7 @@ class _Search:
         return self._assemble(best, refusal)
 
     def _best_of(self, ways: list[tuple[Candidates, Values]], *, ignores_drives: bool) -> _Found:
-        """Return the best of all ``ways``. Each way has its working memory on the device."""
+        """Return the best of ``ways``: pairs of candidates and the bytes of device memory in which they work."""
         found = [
             self._best(candidates, working, choice, clip, ignores_drives=ignores_drives)
             for candidates, working, choice in [(way[0], way[1], self._choice(way[0])) for way in ways]
@@ -183,14 +182,15 @@ class _Search:
         )
 
     def _with_parking(self, choice: Choice, clip: ClipMode) -> Choice:
-        """Return the choice with the updates that are parked. With clipping their gradients are held in any case."""
+        """Return the choice with its share of parked updates. With clipping RAM sets no limit: all gradients are
+        held."""
         setup, share = self._setup, self._setup.parked_share
         if clip == "defer" or not self._gradient_bytes:
             return choice
         most = np.ones(1)
         if clip == "none":
             in_ram = choice.swapped_bytes - choice.spilled_bytes
-            # With several ranks only gradients that are held have buffers for this.
+            # With several ranks nothing is parked without clipping, because gradients then have no buffers to wait in.
             most = np.clip((self._ram_beside_records - in_ram) / self._gradient_bytes, 0.0, setup.cluster == ONE_RANK)
         best = self._costs.parked_share(choice, clip, most) if share is None else np.minimum(share, most)
         return replace(choice, parked_share=best)
@@ -204,7 +204,7 @@ class _Search:
 
     def _wear_factor(self, clip: ClipMode) -> float:
         """Return the factor by which step times are multiplied before they are compared. A wrong guess writes twice, so
-        speculation must save at least the share of the time that it adds to the drives' wear."""
+        speculation writes 1 + `clip_rate` times as much, and must shorten steps by this factor."""
         return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
 
     def _kept(self) -> list[KeptActivations]:
@@ -226,7 +226,7 @@ class _Search:
 
     def _kept_in_room(self) -> list[KeptActivations]:
         """Return kept activations that leave room for a step's working memory. This memory may include a layer's own
-        outputs, or swapped outputs of another layer. Each case has its choice."""
+        outputs, or swapped outputs of another layer. There is a choice for each case."""
         model, layers = self._model, self._model.layers
         allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
         most = self._room_to_hold - outer_working_bytes(model)
@@ -340,7 +340,7 @@ class _Search:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
-        held_bytes = max(0, gradients_in_ram - in_ram)  # gradients for which activations leave no room
+        held_bytes = max(0, gradients_in_ram - in_ram)  # gradients reuse the RAM of activations, and this is the rest
         num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
         own_bytes = {
             "buffers": setup.cpu_fixed_bytes,
@@ -370,8 +370,8 @@ class _Search:
         return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
-        """Return the placements of one candidate. Swapped outputs go to RAM from the last layer back, while they fit
-        `cpu_bytes`. The others, which backward needs last, go to the SSDs."""
+        """Return the placements of one candidate. Swapped outputs are placed from the last layer to the first, in RAM
+        while they fit `cpu_bytes`. The others, which backward needs last, go to the SSDs."""
         layers = self._activations.layers
         kept = candidates.kept
         inputs = [Placement.CPU] * len(layers)
@@ -439,7 +439,7 @@ def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
 
 
 WORTH_ANOTHER_WAY = 0.99
-"""A way that rounds more or needs a copy must take less than this share of the time."""
+"""A way to exchange that rounds more or needs a copy must take less than this share of the best way's step time."""
 
 
 def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:

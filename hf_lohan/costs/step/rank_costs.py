@@ -123,7 +123,7 @@ class RankStepCosts(StepCosts):
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
     def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
-        """Return the bytes of rows of a backward, which recomputes the experts of some layers."""
+        """Return the bytes of rows of a backward. It recomputes the experts of some layers."""
         share = choice.num_expert_calls / max(1, len(self._model.experts))
         return rows.backward_bytes + share * rows.forward_bytes
 
@@ -219,8 +219,8 @@ class RankStepCosts(StepCosts):
         )
 
     def _with_rows(self, load: ResourceUse, num_bytes: float | Values) -> ResourceUse:
-        """Return the load with rows of ``num_bytes`` that leave a rank's device, and as many that arrive. On a CPU they
-        are only copied within RAM."""
+        """Return the load with rows of ``num_bytes`` that leave a rank's device, and rows of equal size that arrive. On
+        a CPU they are only copied within RAM."""
         if not self._is_copied:
             return load
         return replace(load, h2d_bytes=load.h2d_bytes + num_bytes, d2h_bytes=load.d2h_bytes + num_bytes)
@@ -322,8 +322,8 @@ class RankStepCosts(StepCosts):
         return num_forwards * forward_bytes + 2 * to_owners + rows.result_bytes + rows.index_bytes
 
     def _rows_equal_weights_at(self, sent_bytes: dict[CollectiveName, int]) -> float | None:
-        """Return the number of tokens of a rank's micro-batch with which rows take as many bytes between nodes as the
-        experts' weights and gradients would, if all ranks computed all experts. None if no rows leave a node."""
+        """Return the number of tokens in a rank's micro-batch at which rows take the same bytes between nodes as the
+        experts' weights and gradients would if all ranks computed all experts. None if no rows leave a node."""
         row_bytes = sent_bytes.get("forward_tokens", 0) + sent_bytes.get("backward_tokens", 0)
         if not row_bytes:
             return None

@@ -78,9 +78,9 @@ class ResourceUse:
     net_bytes: Values
     host_bytes: Values
     gathered_bytes: Values
-    """Weights that a device gets from devices of other ranks of its node."""
+    """Weights that a device gets from other devices of its node."""
     exchanged_bytes: Values
-    """Gradients that a device sends to devices of other ranks of its node."""
+    """Gradients that a device sends to other devices of its node."""
     wait_s: Values
     """Seconds in which no resource can work."""
 
@@ -267,7 +267,7 @@ class StepCosts:
         return np.where(parked_s < WORTH_PARKING * usual_s, share, 0.0)
 
     def _share_under(self, load: ResourceUse, with_update: ResourceUse) -> Values:
-        """Return the share of an update for which a phase does not take longer than without."""
+        """Return the share of an update that a phase can take without becoming longer."""
         before, after = self.lanes(load), self.lanes(with_update)
         longest: Values = np.maximum.reduce(np.broadcast_arrays(*before.values()))
         share: Values = np.ones(1)

@@ -81,7 +81,7 @@ class GenerationFigures:
     read_bytes: float
     """Average number of bytes that a pass after the first reads from the drives."""
     missing_bytes: int
-    """Bytes of weights that a pass must read, because they are not in slots and have no copy in RAM."""
+    """Bytes of weights that a pass must read, because the weights are not in slots and have no copy in RAM."""
     drive_bytes_per_s: float
     """Measured rate of reading from all drives of the store together. 0.0 if `missing_bytes` is 0."""
     num_expert_loads: int = 0

@@ -229,8 +229,8 @@ class PendingMerges:
 
     @torch.no_grad()
     def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return the values of a parameter with adapters merged into it, and of other parameters that the same adapters
-        change, such as the bias. ``read`` returns a copy of the values of a parameter."""
+        """Return the values of a parameter with adapters merged into it, and the values of other parameters that the
+        same adapters change, such as the bias. ``read`` returns a copy of the values of a parameter."""
         merges = self._merges[parameter]
         changed = [_changed_by(layer) for layer, _ in merges]
         merged: dict[nn.Parameter, Tensor] = {}

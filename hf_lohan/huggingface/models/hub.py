@@ -362,7 +362,7 @@ def _exactly(file: str) -> str:
 
 
 def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None) -> ValueError:
-    """Return the error for a model that is not in the cache, and cannot be fetched because of ``failure``."""
+    """Return the error for a model that is not in the cache and cannot be fetched because of ``failure``."""
     causes = [failure, getattr(failure, "__cause__", None)]
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return ValueError(
@@ -430,11 +430,11 @@ class SaidForm:
     fields: dict[str, Any]
     """All entries of the `quantization_config`."""
     plain: Any
-    """A copy of the config, and of the configs in it, without `quantization_config`."""
+    """A copy of the config. Neither it nor a config in it has a `quantization_config`."""
 
 
 def quantization_of(model_config: Any) -> SaidForm | None:
-    """Return the form that the config of a model, or of its text model, describes. None if it describes none."""
+    """Return the form in the config of a model or of its text model. None if it describes none."""
     text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
     for config in (model_config, text_config):
         said = getattr(config, "quantization_config", None)

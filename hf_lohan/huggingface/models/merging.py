@@ -172,7 +172,7 @@ def _is_projection(adapted: nn.Module, name: str, saved: Tensor | None) -> bool:
 
 
 def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:
-    """Load weights of the base that are also saved with the adapter, such as resized embeddings, as parameters."""
+    """Load the base's weights that the adapter also has, such as resized embeddings, into the model's parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in saved:
         parameter = parameters.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))

@@ -261,7 +261,7 @@ def _group_of(name: str, group: Any) -> Mapping[str, Any]:
 
 
 def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings for weights of each group. Raises ValueError for settings that are not dequantized."""
+    """Return the settings for weights of each group. Raises ValueError if such weights cannot be dequantized."""
     named = (_group_of(name, group) for name, group in (settings.get("config_groups") or {}).items())
     groups = [group for group in named if group.get("weights")]
     whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")

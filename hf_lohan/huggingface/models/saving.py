@@ -342,7 +342,7 @@ class _FilePieces:
         self._names = names
         self._converted = converted
         self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
-        """Results of the last conversion for one row. The next tensor of the file is usually one of them."""
+        """Results of the last conversion for one row. The next tensor of the file is usually among these tensors."""
 
     def iterate(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
         """Iterate over the pieces of a tensor in order. A piece is valid until the next piece is read."""

@@ -129,7 +129,7 @@ class StepJournal(TrainerCallback):
         termination.set_agreement(engine.agreement)
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
-        """Resume from `point`. `checkpoint` is the folder that upstream chose. This run commits its step."""
+        """Resume from `point`. If it has no commit, this run commits the step of upstream's folder `checkpoint`."""
         self.epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
@@ -199,8 +199,8 @@ class StepJournal(TrainerCallback):
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)
         if is_wanted or is_last or has_saved:
-            # With one version of each record, a commit is valid until the next update. Later it only names the
-            # checkpoint to resume from.
+            # If the store has one version of each record, a commit is valid until the next update. Later it only names
+            # the checkpoint to resume from.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.wait_for_updates()

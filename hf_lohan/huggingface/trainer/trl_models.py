@@ -202,7 +202,7 @@ def initialize_before(trainer_class: type[Any]) -> None:
 
 
 def names_of(init: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments that ``init`` takes by position, or None if it takes any number of them."""
+    """Return the names of the arguments that ``init`` takes by position, or None if their number is not limited."""
     parameters = inspect.signature(init).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None

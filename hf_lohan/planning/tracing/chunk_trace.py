@@ -134,7 +134,7 @@ def _sample(num_chunks: int, *, has_costs: bool) -> list[int]:
 
 
 def _around_last_growth(group: Sequence[TokenRange], most_earlier: int) -> list[int]:
-    """Return the indices of the last chunk that sees all earlier tokens and of the next one, if a chunk sees at most
+    """Return the index of the last chunk that sees all earlier tokens, and the next index. A chunk sees at most
     ``most_earlier`` tokens in a window. Costs are linear before and behind these chunks."""
     num_growing = sum(tokens.start <= most_earlier for tokens in group)
     return [num_growing - 1, num_growing] if num_growing < len(group) else []

@@ -56,7 +56,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 def _attention_backward_flops(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> int:
-    """Return the FLOPs of an attention's backward, which has five products for two of the forward."""
+    """Return the FLOPs of an attention's backward. It has five matrix products where the forward has two."""
     return 5 * _attention_flops(query, key, value) // 2
 
 
@@ -205,7 +205,7 @@ class BlockTrace:
     repeated_flops: int = 0
     repeated_bytes: int = 0
     times: int = 1
-    """Number of equal calls for which the next call counts."""
+    """Number of equal calls that the next call stands for."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
@@ -286,7 +286,7 @@ class LiveBytes:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add_output(self, args: Any, output: Any) -> None:
-        """Count the memory of an operation's ``output``, but not of its ``args``."""
+        """Count the memory of an operation's ``output``, but not the memory of its ``args``."""
         inputs = {storage_id(tensor) for tensor in tensors_in(args)}
         added = [tensor for tensor in tensors_in(output) if storage_id(tensor) not in inputs]
         if not added:
@@ -299,14 +299,14 @@ class LiveBytes:
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
 
     def forget(self, tensors: Any) -> None:
-        """Count the memory of tensors no longer, as if they were freed."""
+        """Stop counting the memory of these tensors, as if they were freed."""
         for tensor in tensors_in(tensors):
             self._alive.pop(storage_id(tensor), None)
 
 
 class FakeOperations(TorchDispatchMode):
-    """Runs operations on fake tensors, and has `note_call` note each. It may be entered again inside ``fake_mode``, to
-    see operations before that mode sees them."""
+    """Runs operations on fake tensors, and notes each with `note_call`. It may be entered again inside ``fake_mode``,
+    to see operations before that mode sees them."""
 
     supports_higher_order_operators = True
 
@@ -354,7 +354,7 @@ class OperationTrace(FakeOperations):
     def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
         super().__init__(fake_mode)
         self.target = target
-        """The block for which operations count. It is replaced when another block begins."""
+        """The block that operations are added to. It is replaced when another block begins."""
         self.live = LiveBytes()
         self.is_in_backward = False
         self.module = ""

@@ -228,7 +228,7 @@ class ModelTrace:
 
 
 def _is_function(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a subclass of Tensor, whose values are computed when they are needed."""
+    """Return whether a tensor's class is a subclass of Tensor that computes values when they are needed."""
     return not isinstance(tensor, FakeTensor | nn.Parameter) and type(tensor) is not Tensor
 
 

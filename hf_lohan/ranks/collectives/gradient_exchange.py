@@ -2,16 +2,16 @@
 
 A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks tell each other what
 they have published since the last one, so all find the same chunks complete, in the same order. On each node, the rank
-with the owner's local rank is the chunk's *collector*. It adds the gradients of its node, which are in shared memory or
-on devices, in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
+with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared memory
+or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
 read all gradients of the last one, so their buffers are free when the next round has ended.
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
-in the last one, or when its computation waits for other ranks in a step of which it has told something. *No wait is
-circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk waits only
-for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their backward. All
-other ranks enter the round, because they have news or wait. While the computation of a rank waits, other threads of
-the rank serve other ranks, for example by sending weights.
+in the last one, or when its computation waits for other ranks in a step after it has told something of the step. *No
+wait is circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk
+waits only for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their
+backward. All other ranks enter the round, because they have news or wait. While the computation of a rank waits, other
+threads of the rank serve other ranks, for example by sending weights.
 """
 
 from __future__ import annotations
@@ -185,11 +185,11 @@ class GradientExchange:
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
         self._open_steps: set[int] = set()
-        """Steps of which this rank has published news, and that have not ended on all ranks."""
+        """Steps that have not ended on all ranks, and that this rank has published news of."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """Ranks that have no news of a chunk of which this rank has news."""
+        """Ranks without news of a chunk that this rank has news of."""
         # The thread alone uses these.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
@@ -443,7 +443,7 @@ class GradientExchange:
 
     def _batches(self, complete: Mapping[_ChunkName, _Told]) -> Iterator[dict[_ChunkName, _Told]]:
         """Yield batches of chunks with different owners, so that all links are busy. If devices add gradients, they
-        exchange a batch at once, and each rank of a node collects one of its chunks."""
+        exchange a batch at once, and each rank of a node collects one chunk of the batch."""
         by_devices = any(part.is_on_device for parts in complete.values() for part in parts.values())
         num_owners = self.ranks.num_local if by_devices else self.ranks.num_ranks
         of_owners: dict[int, list[_ChunkName]] = defaultdict(list)
@@ -497,7 +497,7 @@ class GradientExchange:
     def _add_on_devices(
         self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, place: MeanPlace | None
     ) -> NodeSum | None:
-        """Have the devices of this node's ranks add their gradients of chunks."""
+        """Let the devices of this node's ranks add their gradients of chunks."""
         assert self._device_sums is not None
         ranks = self.ranks
         sends: list[tuple[int, Gradient]] = []

@@ -41,8 +41,8 @@ class TableRows:
     """Elements of the chunk's first row that are in an earlier chunk."""
 
     def cut(self, start: int, numel: int) -> tuple[int, int, int]:
-        """Return three numbers for the chunk's ``numel`` elements from ``start`` on: the rows that contain them, the
-        elements of the first row that come before them, and the elements of the last row that come after them."""
+        """Return three numbers for the chunk's ``numel`` elements from ``start`` on: the number of rows that contain
+        them, of the first row's elements before them, and of the last row's elements after them."""
         lead = (self.before + start) % self.width
         num_rows = -(-(lead + numel) // self.width)
         return num_rows, lead, num_rows * self.width - lead - numel
@@ -101,7 +101,7 @@ class PartsOfNode:
 
 @dataclass(frozen=True, eq=False)
 class ChunkOfNodes:
-    """A chunk with gradients of several nodes, or of one node that is not the owner's."""
+    """A chunk with gradients from several nodes, or from one node that is not the owner's."""
 
     key: int
     owner: int
@@ -128,13 +128,13 @@ class _Piece(NamedTuple):
 
 
 class NodeSums:
-    """One rank's side of the sums over nodes, of chunks that it collects. One thread uses it."""
+    """Adds the sums of nodes, for the chunks that this rank collects. One thread uses it."""
 
     def __init__(
         self, links: Links, coded: MeasuredCodec | None = None, rows: Mapping[int, TableRows] | None = None
     ) -> None:
-        """All ranks make it together. ``coded``: the codec of sums. ``rows``: the rows, by key, of chunks of which only
-        rows are sent, without a codec."""
+        """All ranks make it together. ``coded``: the codec of sums. ``rows``: the rows, by key, of chunks that are sent
+        as rows only, without a codec."""
         assert coded is None or coded.codec in (GRADIENTS_INT8, GRADIENTS_INT4)
         self._ranks = links.ranks
         self._coded = coded

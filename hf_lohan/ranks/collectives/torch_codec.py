@@ -39,8 +39,8 @@ def dequantize_(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, 
 def dequantize_sum_(
     codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, values: Tensor
 ) -> None:
-    """Write the sum of the values of all codes, in their order. Each value is multiplied by ``factor`` before it is
-    added."""
+    """Add the values of all codes in the order of the codes, and write the sum. Each value is multiplied by ``factor``
+    before it is added."""
     total, part, upper = (_scratch(values, values.numel(), block_numel) for _ in range(3))
     for start, stop in _tiles(values, values.numel()):
         blocks = _blocks_of(total, stop - start, block_numel)
@@ -59,7 +59,7 @@ def dequantize_sum_quantize_(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """Write the codes and scales of the sum of `dequantize_sum_`, which has ``numel`` values."""
+    """Write the codes and scales of the sum that `dequantize_sum_` computes. It has ``numel`` values."""
     total, part, upper = (_scratch(out_codes, numel, out_block_numel) for _ in range(3))
     for start, stop in _tiles(out_codes, numel):
         blocks = _blocks_of(total, stop - start, block_numel)

@@ -23,7 +23,7 @@ class RankTimeoutError(RankFailedError):
 
 
 class RanksDisagreeError(RuntimeError):
-    """Two ranks did different things or have different data, but all ranks must do and have the same."""
+    """Two ranks did different things or have different data. All ranks must do the same and have the same data."""
 
 
 @dataclass(frozen=True)

@@ -221,8 +221,8 @@ class RankLane:
         self.agree(tag)
 
     def broadcast(self, tensor: Tensor, owner: int, tag: str) -> None:
-        """Copy the bytes of the owner's tensor to the tensors of all other members. All are contiguous, on the CPU, and
-        of the same number of bytes."""
+        """Copy the bytes of the owner's tensor to the tensors of all other members. All are contiguous on the CPU, and
+        have the same number of bytes."""
         shapes = self.agree(tag, _SHAPE.pack(owner, tensor.nbytes))
         for rank, shape in zip(self.members, shapes, strict=True):
             if shape != shapes[self.place]:

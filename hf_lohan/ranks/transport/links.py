@@ -60,7 +60,7 @@ class Links:
         interfere: Callable[[str], object] = lambda lane: None,
     ) -> None:
         """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
-        seconds that a rank may take to connect, or may do nothing later while this rank waits for it. ``host``: the
+        seconds that a rank may take to connect, or may be idle later while this rank waits for it. ``host``: the
         address at which other ranks reach this one, by default that of `outgoing_address`. ``exits``: see `Watch`.
         ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks

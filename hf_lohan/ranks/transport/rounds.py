@@ -5,8 +5,8 @@ then all ranks do the same with all heads. A rank enters a round when its head h
 If its own computation waits for other ranks, or has wanted nothing for a while, it enters too, and serves them. So
 ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
 
-*No wait is circular.* Every rank comes to its next round by itself: its computation goes on, and then wants something,
-or waits for another rank, or runs no pass, or does nothing for a while. In all these cases its thread enters.
+*No wait is circular.* Every rank comes to its next round by itself, because its computation goes on until it wants
+something, waits for another rank, runs no pass, or is idle for a while. In all these cases its thread enters.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Watch:
         for whose computations the thread waits."""
         self._waits_change = threading.Lock()
         self.waiting_since_s: float | None = None
-        """Since when this rank's computation waits for other ranks, by `time.monotonic`; None if it does not."""
+        """When this rank's computation began to wait for other ranks, by `time.monotonic`. None if it does not wait."""
         self._waits_beside: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
         """Waits of threads beside the computation, as in `_waits`."""
         self._idle: set[str] = set()
@@ -166,7 +166,7 @@ class Watch:
     def name_of(self, rank: int) -> str:
         return self._names.get(rank, f"rank {rank}")
 
-    # What this rank tells.
+    # News of this rank.
 
     def note_position(self, lane: str, number: int, tag: str) -> None:
         self._positions[lane] = number, tag
@@ -304,9 +304,9 @@ class Watch:
                 self._raise_silent((stopped or concerned)[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
-        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks on this path, the ranks of it
-        that wait for each other in a circle, and whether each wait in the circle is for a computation. A thread beside
-        the computation may be late because it works."""
+        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks on this path, the ranks among
+        them that wait for each other in a circle, and whether each wait in the circle is for a computation. A thread
+        beside the computation may be late because it works."""
         path, lanes, needs, is_sure = [self.ranks.rank], [lane], list[int](), True
         while True:
             lane, late = next(((name, of) for name in lanes if (of := self._late(tables, name, path[-1]))), ("", needs))
@@ -323,8 +323,8 @@ class Watch:
             needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
-        """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Others may be ahead of
-        it, and it does not wait for them."""
+        """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Other ranks may be ahead
+        of it, and it does not wait for them."""
         numbers = {member: table["at"][lane][0] for member, table in tables.items() if lane in table["at"]}
         return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 

@@ -93,7 +93,7 @@ class TaskGraph:
         self._only_if_ended[task] = other
 
     def last_before(self, task: int, ends_s: list[float]) -> int | None:
-        """Return the task that ended last among the tasks for which ``task`` waits."""
+        """Return the last task to end among the tasks that ``task`` waits for."""
         return max(self._before[task], key=ends_s.__getitem__, default=None)
 
     def run(self, rules: LaneRules) -> tuple[list[float], list[float]]:

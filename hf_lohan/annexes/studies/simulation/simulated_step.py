@@ -1,7 +1,7 @@
 """Simulates a step of a plan.
 
 The predicted step time (`costs`) adds up the work of each resource and takes the maximum. A simulation also knows when
-each task can begin, so it finds the time for which resources wait for each other.
+each task can begin, so it finds how long resources wait for each other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SimulatedStep:
     busy_s: Mapping[str, float]
     """Seconds of work of each lane. The lane "hash" verifies weights that were read."""
     waits_s: Mapping[str, float]
-    """Maps the name of the awaited work to the seconds for which computing waits for it."""
+    """Maps the name of the awaited work to the seconds that computing waits for it."""
     memory: Mapping[Tier, MemoryCurve]
 
 

@@ -335,7 +335,7 @@ class StepTasks:
     # Gradients and updates.
 
     def _gradient(self, work: BlockWork, first: int, last: int, *, is_first: bool, is_last: bool) -> int | None:
-        """Add the tasks of a block's gradient. Returns the task for which the backward of the next block waits, because
+        """Add the tasks of a block's gradient. Returns the task that the backward of the next block waits for, because
         all buffers are in use until then."""
         if not work.is_trained:
             return None
@@ -485,7 +485,7 @@ class StepTasks:
 
     def _chunk_shares(self, work: BlockWork) -> list[float]:
         """Return the pieces in which a block's gradients arrive and are applied, as fractions of the block. These are
-        the block's chunks, of which the last may be small, or fewer equal pieces if there are many chunks."""
+        the block's chunks (the last may be small), or fewer pieces of equal size if there are many chunks."""
         shares = self._shares.get(work.name)
         if shares is None:
             self.is_coarse = self.is_coarse or work.num_chunks > self._most_pieces
