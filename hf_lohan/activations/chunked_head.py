@@ -31,7 +31,7 @@ class ChunkedLoss:
     """Size of a chunk's logits in float32. The computation uses a few times this memory."""
     on_repeat: Callable[[int], None] | None = None
     """Set by a trace, which runs each shape of chunk once. One chunk then represents all equal chunks. The function is
-    called with the number of these before the chunk runs, and with 1 afterwards."""
+    called with the number of equal chunks before the chunk runs, and with 1 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

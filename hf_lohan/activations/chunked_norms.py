@@ -28,7 +28,7 @@ class ChunkedNorm:
         self._before: Any = None
         self.on_repeat: Callable[[int], None] | None = None
         """Set by a trace, in which one chunk represents all equal chunks. The function is called with the number of
-        these before the chunk runs, and with 1 afterwards."""
+        these chunks before the chunk runs, and with 1 afterwards."""
 
     @contextlib.contextmanager
     def traced(self, chunk_tokens: Callable[[], int | None], on_repeat: Callable[[int], None]) -> Iterator[None]:

@@ -75,7 +75,7 @@ class LayerFrame:
         forward_number: int = 0,
     ) -> None:
         """``on_forward`` is called when the layer's inputs are saved and its operations begin, and ``on_backward`` when
-        its backward begins. ``trace`` notes the anchor operations. ``forward_number``: of the model's forward."""
+        its backward begins. ``trace`` notes the anchor operations. ``forward_number``: the forward's number."""
         self.block_name = block_name
         self.forward_number = forward_number
         self._placements = placements
@@ -186,8 +186,8 @@ class LayerFrame:
                 self._swapper.wait_until_stored(stored)
 
     def has_output(self, name: str) -> bool:
-        """Return whether an operation's output is stored. If not, the operation is about to run again. The last ones of
-        a layer run again only if a backward needs their output."""
+        """Return whether an operation's output is stored. If not, the operation is about to run again. The last
+        operations of a layer run again only if a backward needs their output."""
         if name in self._outputs:
             return True
         if self._trace is not None:

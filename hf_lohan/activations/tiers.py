@@ -64,8 +64,8 @@ class ActivationTiers:
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
         self.runs_in_chunks: dict[nn.Module, Callable[[tuple[Any, ...], Any], bool]] = {}
-        """Maps a layer that may run in chunks to a function that returns whether a call does. The function gets the
-        call's positional arguments and the function that `run_layer` gets."""
+        """Maps a layer that may run in chunks to a function that returns whether a call runs in chunks. The function
+        gets the call's positional arguments and the function that `run_layer` gets."""
         self.run_whole: dict[nn.Module, Callable[..., Any]] = {}
         """Maps these layers to a function that calls another function while the layer runs whole."""
         self.compiled: dict[nn.Module, Callable[[Any], Any]] = {}

@@ -75,7 +75,7 @@ def with_gpu_rate(hardware: HardwareProfile, rate: str | None) -> HardwareProfil
 
 
 def why_gpus_do_not_send(hardware: HardwareProfile) -> str:
-    """Return why the devices of the machine cannot send to each other; "" if they can, or it is not known."""
+    """Return why the devices of the machine cannot send to each other; "" if they can, or if this is not known."""
     if hardware.device.shares_cpu:
         return "this run computes on the cpu, and only CUDA devices send to each other"
     if hardware.gpu_link == "none":
@@ -198,7 +198,7 @@ def _source(ways: Collectives) -> str:
 
 
 def what_hides(plan: OffloadPlan) -> Iterator[str]:
-    """Yield lines with the number of tokens per step from which computing hides each shared resource and link."""
+    """Yield lines with the number of tokens per step above which computing hides each shared resource and link."""
     ranks = plan.prediction.ranks
     if ranks is None:
         return

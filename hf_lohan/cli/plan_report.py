@@ -521,7 +521,7 @@ def _commits(planned: PlannedRun) -> Iterable[str]:
 
 
 def hiding(planned: PlannedRun) -> str:
-    """Return a sentence on the number of tokens per step from which computing hides the drives."""
+    """Return a sentence on the number of tokens per step above which computing hides the drives."""
     enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None:
         return "With any batch, the SSDs need longer for activations than the device for computing."

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SSD_PATH = "_lohan/store"
 _DEFAULT_LENGTH = 2048
-"""Tokens of a row, if the request does not say it."""
+"""Number of tokens in a row if the request does not set it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ _CARDS_BY_GIB = {
     141: "h200",
     180: "b200",
 }
-"""Names of cards by their memory in GiB. If a name has variants, it is the smallest memory."""
+"""Names of cards by their memory in GiB. If a name has variants, the smallest memory counts."""
 _CARDS_GIB = {name: gib for gib, names in _CARDS_BY_GIB.items() for name in names.split()}
 _ON_CPU = ("none", "cpu")
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")

@@ -1,8 +1,8 @@
 """The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Numbers of bytes are those that one node sends (its *egress*). It receives the
-same number. With P parameters on Y nodes, where each node owns P / Y of them:
+once for each node, not for each rank. Numbers of bytes are those that one node sends (its *egress*). A node receives
+the same number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
     weights of a copy of g nodes      (g - 1) / g x P               for each pass with a copy
@@ -30,8 +30,8 @@ NodeTransport: TypeAlias = Literal["host", "nccl"]
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
-"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of them change in a step. 1e-4 gives
-1620."""
+"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of them change in a step. A rate of 1e-4
+gives 1620."""
 
 
 @dataclass(frozen=True, slots=True)

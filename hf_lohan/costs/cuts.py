@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 
 _EVEN_PARTS = 16
-"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` of the mean."""
+"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
 _NUM_TRIED = 16
 """Number of long segments that are searched for a segment of the receiver's own rows."""
 
@@ -68,7 +68,7 @@ def cut_for_ranks(
     from 0 to the end of the block. A shard may be empty.
 
     ``unit_numels``: the units of the trainable elements (see `cut_units`). Frozen elements follow these. Cuts are at
-    granules. They are also between units in small blocks, with ``keeps_units``, and if that costs at most `_IMBALANCE`
+    granules. A cut is between units in small blocks, with ``keeps_units``, or if that moves it by at most `_IMBALANCE`
     of a shard. The norm of each parameter's gradient is then computed in one piece. ``packed_numels``: sizes of the
     records of packed weights, which follow the ``numel`` elements and have granules of ``packed_granule_numel``.
     """

@@ -92,8 +92,8 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """Return the bytes that one token reads of each of a rank's records of parameters if nothing is cached in RAM, in
-    forward order. ``experts_share``: the share of streamed experts that a token chooses. All experts are equally
+    """Return, in forward order, the bytes that one token reads of each record of parameters of a rank, if nothing is
+    cached in RAM. ``experts_share``: the share of streamed experts that a token chooses. All experts are equally
     likely. Experts in slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     kept = set(slots.kept_layers)

@@ -219,8 +219,8 @@ class RankPrediction:
     """Bytes that one GPU gets from the others of its node, and sends to them, in a step: weights (`h2d`), and gradients
     (`d2h`)."""
     hides_from_tokens: dict[str, float | None]
-    """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
-    compute. None if it takes longer than computing with any number of tokens."""
+    """For each resource, the number of tokens per step (of all ranks) at which it is busy for the same time as the
+    devices. None if it takes longer than computing with any number of tokens."""
     rows_equal_weights_at_tokens: float | None = None
     """Number of tokens in a rank's micro-batch at which sending rows to experts costs the same number of bytes between
     nodes as sending the experts' weights and gradients. None if no rows leave a node."""
@@ -248,7 +248,7 @@ class ExpertPrediction:
     active_params: int
     """Number of parameters that a token uses, including parameters outside the experts."""
     all_hit_from_tokens: int | None
-    """The least number of tokens with which the expected number of unused experts of a layer is below one half. None if
+    """The least number of tokens at which the expected number of unused experts of a layer is below one half. None if
     some experts are never chosen."""
 
 

@@ -96,7 +96,7 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave more RAM to the keys and values of shared rows that are longer than those before. Raises RuntimeError
+        """Leave more RAM to the keys and values of shared rows that are longer than earlier rows. Raises RuntimeError
         if activations of an earlier forward are still in this RAM."""
         if (rows := self._tiers.row_memory) is None:
             return

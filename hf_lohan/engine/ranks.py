@@ -190,7 +190,7 @@ def check_equal_groups(groups: ParamGroups, links: Links) -> None:
 
 
 def open_device_transport(config: ResolvedConfig, device: Device, links: Links) -> DeviceLanes | None:
-    """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
+    """Connect the devices of a node's ranks, or return None if all data go through host memory. All ranks call this
     together. Raises ValueError with the reason if the `transport` that is set cannot be used."""
     ranks = links.ranks
     if ranks.num_ranks == 1:

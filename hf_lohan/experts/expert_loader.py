@@ -96,7 +96,7 @@ class ExpertLoader(BlockLoader):
         return [(first, list(of)) for first, of in zip(self._first_experts, self._num_tokens, strict=True)]
 
     def routed_rows(self, ranks: Ranks) -> RoutedRows:
-        """Return the rows of each expert in the forwards of the run, and of the run that it continues."""
+        """Return the number of rows of each expert in all forwards of this run and of the run that it continues."""
         counts = {first.name.rpartition(".")[0]: list(of) for first, of in self.routing()}
         before = self._rows_before.layers if self._rows_before is not None else {}
         return RoutedRows(ranks.rank, ranks.num_nodes, before).plus(counts)
@@ -114,7 +114,7 @@ class ExpertLoader(BlockLoader):
             self._order_loads()
 
     def acquire_arrived(self, *, but: Collection[Block]) -> tuple[Block, Slot] | None:
-        """Pin an expert as `acquire_any` does, if one is present that is not in ``but``. Does not wait."""
+        """Pin an expert as `acquire_any` does, if an expert outside ``but`` is present. Does not wait."""
         with self._ring.lock:
             self._raise_failure()
             block = next((block for block in self._arrived if block not in but and self._is_wanted(block)), None)

@@ -1,7 +1,7 @@
 """The order in which experts are loaded. Routing says which experts are needed. Before the routing, hints predict them.
 
-A pass is a sequence of *visits*, one for each layer with experts in forward order, and in training also one for each in
-backward order. The experts of a visit are known in one of three ways. The first that applies is used:
+A pass is a sequence of *visits*. It visits each layer with experts in forward order, and in training then in backward
+order too. The experts of a visit are known in one of three ways. The first that applies is used:
 
 * *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
   all its experts are known when it begins. * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all
@@ -38,7 +38,7 @@ _DECAY = 0.9**0.25
 """Factor by which a use loses weight in each later pass, which is 0.9 over four passes."""
 _TRUSTED_FROM = 0.5
 _RANK_STEPS = 16
-"""Number of ranks for each factor of 2 between counts."""
+"""Number by which `rank` increases if the count doubles."""
 
 
 class Call(enum.Enum):

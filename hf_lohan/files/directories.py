@@ -118,7 +118,7 @@ def is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
 
 @contextmanager
 def disk_full_named(problem: str, path: str | Path, advice: str) -> Iterator[None]:
-    """Replace errors of a full disk in this context, which do not name the file, with a `DiskFullError` that names
+    """In this context, replace errors of a full disk, which name no file, with a `DiskFullError` that names
     ``path``."""
     try:
         yield

@@ -29,7 +29,7 @@ _DATA_UNIT_BYTES = 512_000
 
 
 def text_of(file: str | Path) -> str:
-    """Return the text of a kernel's file, or "" if the file cannot be read."""
+    """Return the text of a file of the kernel, or "" if the file cannot be read."""
     try:
         return Path(file).read_text()
     except OSError:

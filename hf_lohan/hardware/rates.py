@@ -35,7 +35,7 @@ _MOST_TOKENS = 4096
 """Longer rows have the same FLOP/s, and kernels that are not fused would need much memory."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
-"""Copies of each direction in a run of both. With several, the time in which only one direction copies is small."""
+"""Copies in each direction in a run of both. With several, the time in which only one direction copies is small."""
 
 
 def median_s(

@@ -131,8 +131,8 @@ def run_layers_in_chunks(
 
 
 def _warn_of_ignored_documents(kwargs: Mapping[str, Any]) -> bool:
-    """Warn if position ids begin anew within a row and there is a mask, because transformers then ignores this. Returns
-    whether it warned."""
+    """Warn if position ids begin anew within a row and there is a mask, because transformers then ignores the new
+    beginnings. Returns whether it warned."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(positions, Tensor) or not isinstance(mask, Tensor) or positions.dim() != 2 or mask.dim() != 2:
         return False
@@ -154,7 +154,7 @@ def cuttable_layers(
 
 
 def _take_masks_and_attention() -> None:
-    """Let transformers call functions of this module for masks and attention. Outside of chunks they call the stock."""
+    """Let transformers call this module for masks and attention. Outside of chunks it calls the stock functions."""
     for name in _CUT_ATTENTION:
         replace_mask(name, _make_mask)
     replace_attention("sdpa", _attend)
@@ -315,7 +315,7 @@ def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs: Any) -> PendingMask:
-    """Return the mask of whole rows, while the model asks for the mask of this rank's tokens."""
+    """Return the mask of whole rows, although the model asks for the mask of this rank's tokens."""
     pattern = mask_pattern(kwargs.get("mask_function", stock))
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(

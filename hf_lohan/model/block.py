@@ -52,7 +52,7 @@ class ParamSlice:
     """The form in which the store packs the parameter. None if the store has it in the working dtype."""
     codes_start: int = 0
     scales_start: int = 0
-    """First bytes in the block's records of codes and of scales, if the parameter is packed."""
+    """Offsets in bytes in the block's records of codes and of scales, if the parameter is packed."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -129,7 +129,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPart:
-    """A part of the elements that a pass fetches of a block, within one record."""
+    """A part of a block's fetched elements that lies within one record."""
 
     kind: str
     first: int

@@ -76,7 +76,7 @@ def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice,
 
 
 def rows_granule_bytes(model_blocks: ModelBlocks) -> int:
-    """Return the bytes of a granule of the block if only rows of the block come to the device, or else 0."""
+    """Return the bytes of a granule of the table's block if only rows of the table come to the device, or else 0."""
     table = model_blocks.table
     return 0 if table is None else table.granule_numel * table.master.working_dtype.itemsize
 

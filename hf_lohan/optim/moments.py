@@ -34,7 +34,7 @@ _SMALLEST_DIVISOR = 1e-36
 
 @dataclass(frozen=True, slots=True)
 class RoundedSpan:
-    """Elements [start, stop) of a tile that the same ``step`` of their parameters has changed."""
+    """Elements [start, stop) of a tile. The same ``step`` of their parameters has changed all of them."""
 
     start: int
     stop: int
@@ -77,8 +77,8 @@ def round_to_bfloat16_(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
 
 
 class Int8Moments:
-    """Codec to one byte per element, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements, which is their largest
-    magnitude.
+    """Codec to one byte per element, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements. The scale is their
+    largest magnitude.
 
     Codes represent powers of fractions, so that small numbers next to large ones keep some digits. `exp_avg` is sign *
     scale * (|code| / 127)^4 with codes from -127 to 127, and `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes

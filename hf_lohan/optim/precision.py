@@ -219,8 +219,8 @@ def _unused_code(residuals: Any) -> int:
 
 @torch.no_grad()
 def widen_in_place(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-    """Convert `numel` 2-byte elements in the second half of a buffer of 4 * numel bytes to float32 in the whole buffer,
-    and return the float32 view [numel].
+    """Convert `numel` 2-byte elements to float32, and return the float32 view [numel]. The elements are the second half
+    of a buffer of 4 * numel bytes, and the view is the whole buffer.
 
     Each round converts the first half of the remaining elements. These lie after the bytes that the round writes, so no
     copy is needed. There are log2(numel) rounds.

@@ -220,7 +220,7 @@ def _sgd_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sgd_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
-    # A parameter's first gradient becomes its momentum without dampening, as in torch, which has no buffer before.
+    # A parameter's first gradient becomes its momentum without dampening, as in torch, where no buffer exists before.
     has_none = step == 1 or not settings["momentum"]
     buffers: list[Tensor | None] = [None if has_none else states["momentum_buffer"]]
     sgd([master], [gradient], buffers, foreach=False, fused=False, maximize=False, **settings)

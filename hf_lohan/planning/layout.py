@@ -103,7 +103,7 @@ class OffloadLayout(StoredForm):
     records_of_a_step: tuple[RecordTraffic, ...] = ()
     """All records that may have a copy in RAM; empty if the configuration forbids copies."""
     record_bytes: int = 0
-    """RAM that these copies may take, which is the rest beside pools and activations."""
+    """RAM that these copies may take: the rest beside pools and activations."""
     activation_bytes: int = 0
     is_split: bool = False
     """Whether `activation_bytes` is final. Before that it is a guess."""
@@ -277,8 +277,8 @@ class OffloadLayout(StoredForm):
         return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
 
     def held_gradients(self) -> tuple[BlockGradient, ...]:
-        """Return the gradients of all blocks, in forward order; empty unless RAM that activations leave may hold
-        gradients that do not fit the pool."""
+        """Return the gradients of all blocks, in forward order. Return none unless gradients that do not fit the pool
+        may use RAM that activations leave."""
         if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
             return ()
         return tuple(

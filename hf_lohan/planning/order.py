@@ -131,8 +131,8 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def profile_together(one: ModelProfile, number: int) -> ModelProfile:
     """Return the profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and activations of
-    layers count all of them. One micro-batch computes while the inputs of the others wait between two layers. A head
-    keeps the activations of one micro-batch at a time."""
+    layers count all micro-batches. One micro-batch computes while the inputs of the others wait between two layers. A
+    head keeps the activations of one micro-batch at a time."""
     if number == 1:
         return one
     waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)

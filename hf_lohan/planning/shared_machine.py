@@ -24,7 +24,7 @@ _PROBE_BYTES = 2 << 20
 """Bytes that each rank sends to each other rank to measure the network."""
 _NUM_PROBES = 3
 _MOST_RANKS = 64
-"""Most ranks of a machine, and most machines, whose directories are searched for stores of other numbers of ranks."""
+"""Maximum number of nodes, and of local ranks, whose directories are searched for stores of other numbers of ranks."""
 
 
 @dataclass(frozen=True)

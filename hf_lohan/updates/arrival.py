@@ -214,7 +214,7 @@ class GradientArrivals:
                 self._publish_held(chunk)
 
     def note_zero_gradient(self, part: ParamSlice) -> None:
-        """Note that a backward passed a slice whose gradient is zero. See `GradientPipeline.note_passed`."""
+        """Note that a slice has a gradient of zero in the backward. See `GradientPipeline.note_passed`."""
         self._pipeline.note_passed(piece.chunk for piece in self._pieces[part])
 
     def abandon_backward(self) -> None:

@@ -181,8 +181,8 @@ class ChunkGradient:
         return was_there
 
     def measure_again(self) -> None:
-        """Have all parameters measured on the host, even those of a single backward. With several ranks nothing is
-        measured as it arrives."""
+        """Mark all parameters to be measured on the host, also parameters of a single backward. With several ranks
+        nothing is measured as it arrives."""
         self.summed, self.is_measured = set(self.slices), False
 
     def refuse_not_finite(self) -> None:
@@ -219,7 +219,7 @@ class GradientNorms:
         """Norms by parameter; None before they are needed."""
 
     def set_first(self, part: ParamSlice, gradient: Tensor) -> None:
-        """Measure a gradient that backward made."""
+        """Compute the norm of a gradient from backward."""
         self._first[part] = torch.linalg.vector_norm(gradient, dtype=_dtype_of(part))
         self._on_host = None
 
@@ -433,7 +433,7 @@ class HeldGradients:
             self._write(gradient, self._setup.spill)
 
     def hold_in_shared_ram(self, gradient: ChunkGradient) -> bool:
-        """Hold a gradient for the next forward if shared RAM has room, and return whether it has."""
+        """Hold a gradient for the next forward if shared RAM has room. Returns whether it is held."""
         has_room = self._setup.shared_ram is not None and not gradient.is_zero and self._move_to_shared_ram(gradient)
         if has_room:
             self._held[self._key(gradient.chunk)] = gradient

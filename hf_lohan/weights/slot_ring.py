@@ -21,7 +21,7 @@ from hf_lohan.model import Block
 from hf_lohan.updates import BorrowedSlot, WeightChange, WeightSlots
 
 _NUM_LAST_CHANGES = 64
-"""Number of changes of weights whose kind is kept."""
+"""The kinds of this number of last changes of weights are kept."""
 
 
 @dataclass(eq=False)

@@ -168,7 +168,7 @@ class LocalWeights:
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def begin_load(self, block: Block, slot: Slot, on_delivered: OnDelivered) -> None:
-        """Order all reads of this load. Returns after the reads of earlier loads have ended."""
+        """Request all reads of this load. Returns after the reads of earlier loads have ended."""
         self.begin_rest(block, slot, self.deliver(block, slot), on_delivered)
 
     def finish_loads(self) -> None:

@@ -436,7 +436,7 @@ class _Keeper:
 
 
 def _is_opaque(value: object) -> bool:
-    """Return whether an object or function is of a package that is not visited."""
+    """Return whether an object or function belongs to a package that is not visited."""
     owner = value if isinstance(value, FunctionType | type) else type(value)
     return not isinstance(value, nn.Module) and owner.__module__.partition(".")[0] in _OPAQUE
 

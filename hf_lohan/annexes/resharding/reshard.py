@@ -51,7 +51,7 @@ class BalancedOwners:
     num_nodes: int
     num_rows: int
     most_before: float
-    """Rows of the most loaded rank of each layer, divided by the mean of all ranks, with the former owners."""
+    """For each layer, the rows of the most loaded rank divided by the mean over ranks, with the former owners."""
     most_after: float
 
 

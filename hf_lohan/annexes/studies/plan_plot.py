@@ -33,7 +33,7 @@ _LABELLED_SHARE = 0.12
 
 
 def plot_plan(planned: PlannedRun, path: str | Path, lifetimes: StepLifetimes | None = None) -> None:
-    """Write the picture to `path`, whose suffix is the format. Raises ValueError if matplotlib or the format lacks."""
+    """Write the picture to `path`, in its suffix's format. Raises ValueError if matplotlib or the format is missing."""
     try:
         figure = draw_plan(planned, lifetimes)
     except ImportError:

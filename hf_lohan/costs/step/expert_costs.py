@@ -19,8 +19,8 @@ from hf_lohan.costs.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 ROUTER_SYNC_S = 50e-6
 """Seconds until the host knows the choices of a router on the device."""
 MOST_STEPS_BEHIND = 5
-"""A core applies a missed step in 0.75 ns per parameter. This number of steps takes about as long as a drive of 3 GB/s
-takes to read the parameter's 12 bytes. A load of the expert waits for this read anyway."""
+"""A core applies a missed step in 0.75 ns per parameter. So this number of steps takes about the time in which a drive
+of 3 GB/s reads the parameter's 12 bytes. A load of the expert waits for this read anyway."""
 LAZY_FROM_SHARE = 0.2
 """The least share of experts without tokens for lazy updates. With a smaller share, reading moments with weights in a
 forward costs as much as it saves."""

@@ -185,8 +185,8 @@ class RankStepCosts(StepCosts):
     def _forward_read_bytes(self) -> float:
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
-        # With "delta", a node adds the received change to the previous step's weights. Those of other nodes' parts are
-        # in its local copy, so it reads them too.
+        # With "delta", a node adds the received change to the previous step's weights. The previous weights of other
+        # nodes are in its local copy, so it reads them too.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:

@@ -93,7 +93,7 @@ class ResourceUse:
 
 _AMOUNTS = [field.name for field in fields(ResourceUse)]
 _COUNTED_ALREADY = ("link", "gpu_link")
-"""Lanes whose seconds are also those of the link's two directions."""
+"""Lanes whose seconds also count for the two directions of the link."""
 _SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
@@ -296,7 +296,7 @@ class StepCosts:
         )
 
     def _lent(self) -> ResourceUse:
-        """Return the use that is saved because an update in backward gets weights from slots instead of SSDs."""
+        """Return the use that an update in backward saves because it gets weights from slots instead of SSDs."""
         lent_bytes: float = self._lent_share * max(0, self._setup.lent_bytes - self._resident_param_bytes)
         lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
         return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
@@ -472,8 +472,8 @@ class StepCosts:
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
     def _decoding(self, skipped_bytes: float, expert_bytes: Values | float) -> tuple[Values | float, Values | float]:
-        """Return (seconds of compute, bytes of the link that take as long) for decoding the weights that a pass loads.
-        ``skipped_bytes`` of weights are in slots already. A device decodes between its copies."""
+        """Return the seconds of compute for decoding the weights that a pass loads, and the bytes of the link that take
+        the same time. ``skipped_bytes`` of weights are in slots already. A device decodes between its copies."""
         share = self._decoded_numel / self._param_bytes if self._param_bytes else 0.0
         numel = max(0.0, self._decoded_numel - share * skipped_bytes) + self._decoded_per_expert_byte * expert_bytes
         if not self._is_copied:

@@ -349,7 +349,7 @@ class _FourBitForm(CheckpointForm):
         return [name for name, is_packed in self._names.items() if is_packed]
 
     def _parts_by_name(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return for each packed weight its tensors, by the rest of their names after the weight's name."""
+        """Return for each packed weight a dict of its tensors. A key is the rest of a name after the weight's name."""
         parts: dict[str, dict[str, Any]] = {name: {} for name in self._packed_names}
         for key, source in tensors.items():
             name = _weight_of(key)

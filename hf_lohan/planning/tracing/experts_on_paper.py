@@ -81,8 +81,8 @@ def forward_on_paper(
 
 
 class _Experts(torch.autograd.Function):
-    """Allocates the same tensors as streamed experts, which are three tensors of all rows, one expert's tensors, and
-    gradients of two experts."""
+    """Allocates the same tensors as streamed experts: three tensors of all rows, one expert's tensors, and gradients of
+    two experts."""
 
     @staticmethod
     def forward(

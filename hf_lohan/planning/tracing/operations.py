@@ -98,7 +98,7 @@ def _share_of_pairs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     num_queries: int
     num_keys: int
     num_queries, num_keys = named["query"].shape[-2], named["key"].shape[-2]
-    # With more keys than queries, the first query sees one key in the CPU's kernel. In others the last query sees all.
+    # With more keys than queries, the first query sees one key in the CPU's kernel. Elsewhere the last query sees all.
     seen_by_first = 1 if "for_cpu" in operation_name(func) else max(1, num_keys - num_queries + 1)
     num_growing = min(num_queries, num_keys - seen_by_first + 1)
     num_pairs = num_growing * (2 * seen_by_first + num_growing - 1) // 2 + (num_queries - num_growing) * num_keys
@@ -118,7 +118,7 @@ def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
 
 
 def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionShape | None:
-    """Return the shape of a fused attention; None for other operations. Rows have as many tokens as there are keys."""
+    """Return the shape of a fused attention; None for other operations. The number of tokens is that of keys."""
     if not (isinstance(func, OpOverload) and operation_name(func).startswith(ATTENTION_KERNELS)):
         return None
     query, key, value = (_named(func, args, kwargs)[name] for name in ("query", "key", "value"))

@@ -37,7 +37,7 @@ class TracedModel:
     """Why a layer that may run in chunks was traced whole; completes "because each ..."."""
     keys: tuple[int, int] = (0, 0)
     """Largest number of a token's elements in the keys and values of a layer, and the bytes of an element. Known only
-    of layers that were traced in chunks of a row."""
+    for layers that were traced in chunks of a row."""
 
 
 def trace_model(

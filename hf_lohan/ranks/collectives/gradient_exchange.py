@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both lists
+"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both tuples
 joined."""
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
 """Seconds that a rank without news pauses after a round without news."""
@@ -369,7 +369,7 @@ class GradientExchange:
                 touched.update(dict.fromkeys((step, key) for key in self._note(rank, step, what, details)))
         self._drop_abandoned()
         complete = {name: parts for name in touched if (parts := self._pop_complete(*name)) is not None}
-        self._note_awaited()  # before sums, which may take long, and for which no other computation is needed
+        self._note_awaited()  # before sums, because sums may take long and do not wait for computation
         for batch in self._batches(complete):
             self._add(batch)
         self._read = list(complete)

@@ -21,7 +21,7 @@ _LOOK_S = 0.1
 _BEAT_S = 0.5
 """Seconds between two notices of a rank."""
 _LAST_WORDS_S = 2.0
-"""Seconds that the end of a rank waits until the other ranks have read its last notice."""
+"""Seconds that a rank waits at its end until the other ranks have read its last notice."""
 _MAX_TEXT_CHARS = 4000
 _FAILED = "failed"
 

@@ -58,9 +58,9 @@ class Watch:
         timeout_s: float,
         exits: Mapping[int, int] | None = None,
     ) -> None:
-        """``store``: the launcher's, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds that a
-        rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable when
-        the rank has ended, by default those of the other processes of this node. The watch closes them."""
+        """``store``: the launcher's store, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds
+        that a rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable
+        when the rank has ended, by default those of the other processes of this node. The watch closes them."""
         self.ranks = ranks
         self.timeout_s = timeout_s
         """Seconds that a rank may do nothing while this rank waits for it."""
@@ -153,7 +153,7 @@ class Watch:
             self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
-        """Meet the members of a new lane. Returns their store, with its own client, because a waiting one is locked."""
+        """Meet the members of a new lane. Returns their store with its own client, because a wait locks a client."""
         self._members[name] = members
         self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
         if stops_compute:
@@ -335,7 +335,7 @@ class Watch:
         return {
             "at": dict(self._positions),
             "waits": [(lane, list(needs())) for lane, needs in waits],
-            # The thread that began a lane's last operation may wait elsewhere, and another thread for the lane.
+            # The thread that began a lane's last operation may wait elsewhere, while another waits for the lane.
             "beside": {
                 lane: [*([beside[user]] if user in beside else ()), *({lane} & set(beside.values()))]
                 for lane, user in users
