@@ -79,12 +79,13 @@ def run_plan(
     planned = _planned(_for_longest(request, lengths), as_json=as_json)
     if not as_json:
         _refuse_unfit(planned)
-    found = studies.lifetimes_of_run(planned) if lifetimes else None
+    found = None
     if as_json:
         facts = plan_facts(planned)
         if lengths and planned.plan.fits:
             facts["epoch"] = epoch_of(planned, lengths).to_mapping()
-        if found is not None:
+        if lifetimes:
+            found = studies.lifetimes_of_run(planned)
             facts["lifetimes"] = found.to_mapping(planned.hardware) | {"layers": "whole"}
         typer.echo(json.dumps(facts, indent=2))
         _refuse_unfit(planned)
@@ -94,8 +95,9 @@ def run_plan(
         if lengths:
             console.print()
             print_epoch(epoch_of(planned, lengths), planned, console)
-        if found is not None:
+        if lifetimes:
             console.print()
+            found = studies.lifetimes_of_run(planned)
             studies.print_lifetimes(found, planned, console)
     if plot is not None:
         studies.plot_plan(planned, plot, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _MISSING = object()
@@ -13,13 +13,14 @@ _MISSING = object()
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """In this context, attributes of ``owner`` have these values."""
     before = {name: vars(owner).get(name, _MISSING) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
             if value is _MISSING:  # it has the attribute of its class, or none
-                delattr(owner, name)
+                with suppress(AttributeError):  # the value was not set, because an earlier one could not be
+                    delattr(owner, name)
             else:
                 setattr(owner, name, value)

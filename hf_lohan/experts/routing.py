@@ -42,12 +42,12 @@ class HostNumbers:
         landing = self._landing[: numbers.numel()]
         arrived = self._device.fetch(landing, numbers)
 
-        def wait() -> list[int]:
+        def read_numbers() -> list[int]:
             arrived.synchronize()
             of_host: list[int] = landing.tolist()
             return of_host
 
-        return wait
+        return read_numbers
 
 
 class KnownCounts:

@@ -56,7 +56,7 @@ class StepShape:
     batch_size: int
     sequence_length: int
     num_micro_batches: int = 1
-    """Number of groups of micro-batches. The weights are moved for each group."""
+    """Number of micro-batches, or of groups of them, that each move the weights."""
     num_together: int = 1
     """Number of micro-batches in a group. All forwards of a group run before its first backward."""
 
@@ -215,6 +215,9 @@ class _StepPlanner:
 
     def plan(self) -> PlannedStep:
         setting, chunk_tokens, advice = self.config.chunks.layers, self.chunk_tokens, None
+        # These are not attributes, because a reference cycle would keep the model alive.
+        profile_of = functools.cache(self._make_profile)
+        planned_in = functools.cache(lambda number: self._plan_chunks(profile_of(number), number))
         if self.chunks is None:
             chunk_tokens = None
         elif self.is_trial:
@@ -226,11 +229,11 @@ class _StepPlanner:
                 batch_size=self.shape.batch_size,
                 sequence_length=self.shape.sequence_length,
                 room_bytes=room_to_hold_bytes(self._hardware, setup),
-                profile_of=self._profile_of,
-                plan_of=lambda number: self._planned_in(number).plan,
+                profile_of=profile_of,
+                plan_of=lambda number: planned_in(number).plan,
             )
             chunk_tokens, advice = choice.choose(chunk_tokens)
-        found = self._planned_in(chunk_tokens)
+        found = planned_in(chunk_tokens)
         if found.plan.refusal is None or self.is_trial:
             return found
         refusal = self._with_advice(found, chunk_tokens, advice, found.plan.refusal)
@@ -277,12 +280,8 @@ class _StepPlanner:
         by_config = key_numel(getattr(self.model, "config", None)), few.profile.param_itemsize
         return few.keys if any(few.keys) else by_config
 
-    @cached_property
-    def _profile_of(self) -> Callable[[int | None], ModelProfile]:
-        """Returns the profile for a number of tokens in a chunk, or with None for whole layers."""
-        return functools.cache(self._make_profile)
-
     def _make_profile(self, chunk_tokens: int | None) -> ModelProfile:
+        """Return the profile for a number of tokens in a chunk, or with None for whole layers."""
         blocks, num_ranks = self.layout.model_blocks, self.config.ranks.per_row
         profile = self._trace(chunk_tokens).profile
         profile = profile if self.fused is None else profile.fused(self.fused)
@@ -298,13 +297,8 @@ class _StepPlanner:
     def _asked_durability(self) -> Durability:
         return self.durability or ("step" if self.config.durability == "auto" else self.config.durability)
 
-    @cached_property
-    def _planned_in(self) -> Callable[[int | None], PlannedStep]:
-        """Returns the plan for a number of tokens in a chunk, or with None for whole layers."""
-        return functools.cache(self._plan_chunks)
-
-    def _plan_chunks(self, chunk_tokens: int | None) -> PlannedStep:
-        profile = self._profile_of(chunk_tokens)
+    def _plan_chunks(self, profile: ModelProfile, chunk_tokens: int | None) -> PlannedStep:
+        """Return the plan for a number of tokens in a chunk, or with None for whole layers."""
         plan = functools.partial(self._plan_profile, profile, self.layout, self.config, chunk_tokens=chunk_tokens)
         found = plan(self._asked_durability)
         if not found.plan.fits and self.durability is None and self.config.durability == "auto":

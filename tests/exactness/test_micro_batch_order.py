@@ -138,7 +138,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
     "training_step": ({"trainer_class": CustomStep}, "CustomStep overrides training_step"),
     "compute_loss_func": ({"compute_loss_func": mean_loss}, "compute_loss_func"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    "callback": ({"callbacks": [Watch()]}, "Watch has an on_substep_end"),
+    "callback": ({"callbacks": [Watch()]}, "on_substep_end of Watch"),
     "dropout": ({"model": ("opt", {"dropout": 0.1})}, "dropout=0.1"),
     "router": ({"model": ("mixtral", {"output_router_logits": True})}, "output_router_logits"),
     "hook": ({"model": model_with_a_hook}, "model.norm.weight has a hook"),

@@ -28,7 +28,7 @@ SHAPE_UNKNOWN_TO_THE_DOUBLE = "blocking: aten::index.Tensor"
 """Indexing with integers, which does not wait on a GPU."""
 
 CLIP_NORM = "updates/gradients.py _norms"
-ROUTING = "experts/routing.py numbers"
+ROUTING = "experts/routing.py read_numbers"
 DRAIN = "activations/swapper.py drain"
 
 
