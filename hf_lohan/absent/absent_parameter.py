@@ -126,7 +126,7 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """If torch would have a gradient, this is an `AbsentGradient`, because callers compare `.grad` with None."""
+        """An `AbsentGradient` if torch would have a gradient, because callers compare `.grad` with None."""
         with without_torch_function():
             gradient: Tensor | None = _TORCH_GRAD.__get__(self)
             provider = _provider_of(self)
@@ -157,8 +157,8 @@ def _gradient_edge(leaf: Any) -> Any:
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
-    """Return the absent parameter that ``tensor`` is or views. A view must have the same elements in the same order, as
-    `.data` or an entry of `state_dict()` has. None for other tensors."""
+    """Return ``tensor`` if it is an absent parameter, or the parameter of which it is a view. A view must have the same
+    elements in the same order, as `.data` or an entry of `state_dict()` has. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):

@@ -229,7 +229,7 @@ class _FrameMode(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
 
     def __enter__(self) -> _FrameMode:
-        self._counts.clear()  # a second backward (retain_graph) counts again
+        self._counts.clear()  # a second backward (retain_graph) counts from zero
         (self._frame.begin_backward if self._recomputes else self._frame.begin_forward)()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

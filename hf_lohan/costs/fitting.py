@@ -214,13 +214,13 @@ def explain_refusal(
 def _refuse_shared_keys(model: ModelProfile, setup: TrainingSetup, copies_bytes: int, needed_bytes: int) -> str:
     beside, advice = "", cpu_memory_advice(needed_bytes)
     if needed_bytes - copies_bytes <= setup.cpu_memory_bytes:
-        beside = f" and {_shown(copies_bytes)} for the copies of records that the run already has"
+        beside = f", {_shown(copies_bytes)} of records that the run has already copied"
         advice = "let the longest rows come first"
     return (
-        f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the keys, values and their "
-        f"gradients of {model.batch_size} x {model.sequence_length * setup.sequence_ranks} tokens that "
-        f"{setup.sequence_ranks} ranks share (ranks.per_row), which take {_shown(setup.shared_key_bytes)} of each "
-        f"rank, beside {_shown(setup.cpu_fixed_bytes)} for the buffers{beside}; use shorter rows, or {advice}"
+        f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small: it must hold "
+        f"{_shown(setup.shared_key_bytes)} of keys, values and their gradients ({model.batch_size} x "
+        f"{model.sequence_length * setup.sequence_ranks} tokens that {setup.sequence_ranks} ranks share by "
+        f"ranks.per_row){beside} and {_shown(setup.cpu_fixed_bytes)} of buffers; use shorter rows, or {advice}"
     )
 
 
@@ -255,8 +255,8 @@ def _refuse_device(
     chunks = "set chunks.loss: true, or " if outer_bytes > layer_bytes else ""
     num_chunks = max((layer.num_chunks for layer in model.layers), default=1)
     in_chunks = f" in chunks of {-(-model.num_tokens // num_chunks)}" if num_chunks > 1 else ""
-    allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
-    allocator += f", {_shown(of_nccl)} for NCCL" if of_nccl else ""
+    allocator = f" plus {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
+    allocator += f" plus {_shown(of_nccl)} for NCCL" if of_nccl else ""
     limit, larger = f"the {_shown(memory_bytes)} of the device", "a device with at least that much memory"
     if setup.device_memory_bytes is not None and setup.device_memory_bytes <= hardware.device.memory_bytes:
         limit = f"device_memory of {_shown(memory_bytes)}"
@@ -264,7 +264,7 @@ def _refuse_device(
             larger = device_memory_advice(needed)
     return (
         f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
-        f"tokens{in_chunks}, which is {_shown(needed)} with the slots{allocator} and kept activations, more than "
+        f"tokens{in_chunks}; with slots and kept activations{allocator}, the step needs {_shown(needed)}, more than "
         f"{limit}; {smaller}{chunks}{larger}"
     )
 

@@ -13,8 +13,8 @@ fragment. Pools have fixed shares and cannot starve each other, so no deadlock i
   unexpectedly.
 
 RAM that swapped activations do not use also holds gradients, without buffers of a pool (`search/candidate_memory`).
-Nothing ever waits for this RAM. If each gradient comes once per step, it may hold all gradients, and the plan weighs
-that against copies of records.
+Nothing ever waits for this RAM. If each gradient comes once per step, this RAM may hold all gradients. The plan then
+chooses between held gradients and copies of records.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
 """Wanted size of a buffer. Drives read pieces of this size about as fast as larger ones."""
 ROWS_GRANULES = 8
-"""Granules of a table that are read at a time for their rows."""
+"""Number of granules of an embedding table that are read at once, to get some of its rows."""
 STAGING_SHARE = 64
 """A staging buffer larger than a chunk takes at most 1 / `STAGING_SHARE` of `cpu_memory`."""
 
@@ -103,7 +103,7 @@ class BlockShape:
     size_class: SizeClass
     param_bytes: int
     unit_numels: tuple[int, ...]
-    """Sizes of the units of the block's records with states, in order (see `cut_units`)."""
+    """Numbers of elements of the units (`cut_units`) of the block's trained part, in order."""
     num_trainable_params: int
     cuts: tuple[int, ...] = ()
     """Elements at which another rank's shard begins. No chunk crosses them."""
@@ -111,7 +111,7 @@ class BlockShape:
     scales_bytes: int = 0
     """Sizes of the records of packed weights, which are not among the stored parameters."""
     stored_param_bytes: int | None = None
-    """Size of the record of parameters, if some are packed instead."""
+    """Size of the record of parameters that are not packed. None if no parameter is packed."""
 
     @property
     def fetched_bytes(self) -> dict[str, int]:
@@ -201,8 +201,8 @@ class PoolRequest:
 
     def payload_bytes(self, chunk_numel: int) -> int:
         """Return the device memory for payloads of the link, and for gradients that devices add. Payloads are those of
-        the gradient of one chunk and, if device memory is not host memory, of one block. In this case there is also
-        memory for an expert of another rank, and for a gradient that waits to be added."""
+        the gradient of one chunk and, if device memory is not host memory, of one block. If device memory is not
+        host memory, there is also memory for an expert of another rank, and for a gradient that waits to be added."""
         block_bytes = self.coded_block_bytes + 2 * self.lent_expert_bytes if self.stages_params else 0
         return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel) + self.added_bytes(chunk_numel)
 
@@ -367,7 +367,7 @@ def _check_gpu_memory(request: PoolRequest, chunk_numel: int) -> None:
 
 
 def _plan_slots(request: PoolRequest, least_bytes: int) -> dict[SizeClass, int]:
-    """Return the numbers of slots. ``least_bytes``: device memory for the least slots and all else."""
+    """Return the numbers of slots. ``least_bytes``: device memory that is needed with the least number of slots."""
     slot_bytes, num_slots = _least_slots(request)
     spare = request.gpu_memory_bytes - least_bytes
     expert_bytes = slot_bytes[SizeClass.EXPERT]
@@ -482,8 +482,8 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
 
     The same is true of half buffers. The pool has enough for arriving and held gradients, and a new gradient fits any
     returned half. If gradients are unexpectedly float32 (from micro-batches that ran together), each needs a whole
-    buffer. Held halves do not block these gradients. This step holds nothing in RAM, and the pipeline frees the halves
-    of the previous step. If only some gradients have 2 bytes per element, each gets a whole buffer.
+    buffer. Held halves do not block them, because a step with float32 gradients holds nothing in RAM, and the pipeline
+    frees the halves of the previous step. If only some gradients have 2 bytes per element, each gets a whole buffer.
     """
     return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 

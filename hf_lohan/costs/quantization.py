@@ -16,8 +16,8 @@ QuantizeMethod: TypeAlias = Literal["auto", "none", "nf4", "fp4", "int8"]
 CodeKind: TypeAlias = Literal[
     "float8_e4m3fn", "float8_e5m2", "int8", "int8_of_127", "fp4", "int4_in_int32", "int8_in_int32"
 ]
-"""Codes of a checkpoint: numbers of torch, 127ths of the scale, two FP4 (E2M1) in a byte, or offsets from the least
-integer in int32."""
+"""Forms of a checkpoint's codes. `float8_*` and `int8` are dtypes of torch. `int8_of_127` is int8 in units of
+scale / 127. `fp4` is two E2M1 numbers in a byte. The others are packed in int32, as offsets from -8 and -128."""
 
 DEFAULT_BLOCK = 64
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -41,11 +41,11 @@ class EncodedMatrix:
     columns: int
     codes: CodeKind
     scales: str
-    """dtype of the scales. uint8 are exponents of two plus 127."""
+    """dtype of the scales. A uint8 value s stands for the scale 2 ** (s - 127)."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     has_zero_points: bool = False
-    """Whether each row and block of columns has a code of value 0, an int8."""
+    """Whether there is a zero point (int8, the code that decodes to 0) for each row and block of columns."""
     is_transposed: bool = False
     """Whether the weight is the transposed matrix."""
 
@@ -89,7 +89,7 @@ class EncodedMatrix:
 
 
 EncodedWeights: TypeAlias = tuple[tuple[str, tuple[EncodedMatrix, ...]], ...]
-"""The consecutive matrices of each unit (an expert, or the whole parameter), by the parameter's name."""
+"""Pairs of a parameter's name and the consecutive matrices of each of its units (experts, or the whole parameter)."""
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "uint8": 1}
 
@@ -116,7 +116,7 @@ class Quantization:
     """Modules that are not quantized, by name or by the end of the name."""
 
     weights: EncodedWeights = field(default=(), repr=False)
-    """Packed weights that have the form of their checkpoint. `method` is then the checkpoint's."""
+    """Packed weights that have the form of their checkpoint. `method` is then the method of the checkpoint."""
 
     def __post_init__(self) -> None:
         if self.weights:
@@ -148,7 +148,7 @@ class Quantization:
                 return value
             case str():
                 return cls(method=value)
-            case {"method": str(method), "weights": Mapping() as weights}:  # of a run's description
+            case {"method": str(method), "weights": Mapping() as weights}:  # from a run's description
                 return cls(method=method, weights=_weights_of(weights))
             case Mapping():
                 allowed = [name for name in cls.__dataclass_fields__ if name != "weights"]

@@ -149,7 +149,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.grows_segments = grow_segments(index)
         self.is_integrated = bool(torch.cuda.get_device_properties(index).is_integrated)
-        # `record_stream` of other allocators fails for a part of their memory.
+        # With other allocators, `record_stream` fails for a tensor over a part of an allocation (`span`).
         self.plans_addresses = torch.cuda.get_allocator_backend() == "native"
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._pinning = HostPinning(torch.cuda.cudart(), partial(_take_error, self.torch_device))

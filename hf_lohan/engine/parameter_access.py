@@ -88,7 +88,7 @@ class ParameterAccess:
         packs: bool = False,
         keeps_steps_in: str | None = None,
     ) -> None:
-        """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old.
+        """``store`` reads and writes records. It is an `UpToDateRecords` if some records may lack steps.
         ``packs``: weights are packed as they are written. Without it a change of packed weights is refused.
         ``keeps_steps_in``: the store's folder, if writes may not change frozen weights of its committed steps."""
         self._packs = packs
@@ -398,7 +398,7 @@ class ParameterAccess:
     def _read_ahead(
         self, record: RecordSpec, dtype: torch.dtype, first: int, last: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Do as `read_own` from a granule's start. Reads the next piece while the current one is in use."""
+        """Same as `read_own`, but ``first`` must start a granule. Reads the next piece while the current is in use."""
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
@@ -420,11 +420,11 @@ class ParameterAccess:
     def _next_piece(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
         start, stop, read, landing = reading[0]
         read.wait()
-        reading.popleft()  # not before the wait, because after an interrupt the caller waits for the read again
+        reading.popleft()  # after the wait: if an interrupt ends the wait, `_read_ahead` still finds the read
         return start, landing[: stop - start]
 
     def tie_codes(self, block: Block, first: int, last: int) -> Tensor:
-        """Return the tie codes of residuals [first, last) in this rank's store. ``first`` is the start of a run."""
+        """Return the tie codes of residuals [first, last) in this rank's store. ``first`` begins a run of one code."""
         return self._store.tie_codes(block.name, first, last - first)
 
     def round_anew(self, blocks: list[Block]) -> int:

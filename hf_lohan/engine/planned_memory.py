@@ -96,8 +96,8 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave more RAM to the keys and values of shared rows that are longer than earlier rows. Raises RuntimeError
-        if activations of an earlier forward are still in this RAM."""
+        """Leave more RAM to keys and values if shared rows are longer than earlier ones. Raises RuntimeError if
+        activations of an earlier forward are still in this RAM."""
         if (rows := self._tiers.row_memory) is None:
             return
         ram, staging = self._tiers.shared_ram, self._staging
@@ -209,7 +209,7 @@ class PlannedMemory:
             self._do_without_ssd("cpu_memory leaves no buffers to swap activations to the SSD")
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
-        # A tensor's last granule may be short.
+        # Each tensor begins at a granule, so it may take up to one granule more than its bytes.
         num_tensors = self.num_together * sum(map(len, self.sizes.values())) * self._num_chunks
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)

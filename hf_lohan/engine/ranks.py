@@ -273,7 +273,7 @@ class RankMemory:
     """Host memory that several ranks of a node share, besides the pools of each rank."""
 
     gradients: SharedRegion
-    """The buffers for gradients from other ranks, of all ranks of this node."""
+    """Buffers in which all ranks of this node receive gradients from other ranks."""
     own_gradients: Tensor
     """This rank's buffers in `gradients`."""
     weights: SharedRegion
@@ -324,7 +324,7 @@ def agreed_decision(
     agreement: StepAgreement, store: Store, interval: CommitInterval
 ) -> Callable[[CommitInterval, int, float, float], bool]:
     """Return a function like `decide_alone` for several ranks. It returns the decision that the ranks made at the end
-    of the previous step, and proposes a decision for the next step. ``interval`` decides on the first step."""
+    of the previous step, and proposes a decision for the next step. For the first step, ``interval`` decides."""
     first_is_due = store.num_homes > 1 and interval.num_steps == 1
 
     def decide(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:

@@ -86,7 +86,7 @@ class Routing:
         known: KnownCounts,
         expected_ends: Tensor | None = None,
     ) -> None:
-        """``expected_ends``: further numbers that the same request copies to the host."""
+        """``expected_ends``: expected numbers of rows, in the form of `ends_by_expert`. The host gets them too."""
         self._ids, self._num_experts, self._known = top_k_index, num_experts, known
         sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
         """For each sorted pair, the pair's index in (token, choice) order."""
@@ -166,8 +166,8 @@ class RoutedRows:
 
     @classmethod
     def of_rank(cls, facts: Mapping[str, Any], rank: int) -> RoutedRows | None:
-        """Return the rows of a rank from the facts of its commit. None if the facts have no rows (an older version
-        wrote them, or the run streams no experts), or have rows in the form of another version."""
+        """Return the rows of a rank from the facts of its commit. None if the facts have no rows of this
+        rank in this version's form, for example because the run streams no experts."""
         found = facts.get(ROUTED_ROWS)
         if not isinstance(found, Mapping) or found.get("rank") != rank:
             return None
@@ -194,7 +194,7 @@ class RoutedRows:
         return cls(0, found[0].num_nodes, layers)
 
     def plus(self, more: Mapping[str, Sequence[int]]) -> RoutedRows:
-        """Return the sums of these rows and ``more``, by layer. If numbers of experts differ, only ``more`` counts."""
+        """Return the sums of these rows and ``more``, by layer. A layer with another number of experts has ``more``."""
         before = {name: self.layers.get(name, ()) for name in more}
         layers = {
             name: _sums(before[name], counts) if len(before[name]) == len(counts) else list(counts)

@@ -185,7 +185,7 @@ class JointForward:
         number = self._lockstep.running
         for block in blocks:
             if block.size_class is SizeClass.LAYER and self._progress[number].num_layers:
-                # All forwards have passed the first layer. Free the slot of earlier blocks to load the head ahead.
+                # All forwards have passed the first layer. Free the slot of blocks before it, to load the head early.
                 self._in_use.leave_idle(SizeClass.OUTER, self._is_idle)
             self._in_use.enter_for_many(block, is_idle=self._is_idle)
             self._ring.show(block)
@@ -194,7 +194,7 @@ class JointForward:
     def leave(self, blocks: Sequence[Block], on_views: Callable[[Block], None] = lambda _block: None) -> None:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
-            # The block stays in its slot, but reads of its weights need a leaf.
+            # The block stays in its slot, but its parameters become absent, so that later reads get a leaf.
             if self._is_idle(block) and self._ring.hide(block):
                 on_views(block)
 
@@ -220,7 +220,7 @@ class JointForward:
         return self._leaves.leaf_of_rows(self._lockstep.running, block, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
-        """Let the other micro-batches catch up before blocks that replace each other in a slot."""
+        """Let the other micro-batches catch up before this one enters blocks that share a slot with others."""
         progress = self._progress[self._lockstep.running]
         is_in_head = self._separate_heads and progress.num_layers == self._num_layers
         if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
@@ -231,8 +231,8 @@ class JointForward:
         """Let the other micro-batches run the layer. Returns the input of the next layer.
 
         Micro-batches switch after a layer and not before it, because before transformers 5.23 hooks run within the
-        layer's checkpoint. At a switch before the layer, the checkpoint would already have saved the state of the
-        random generator, from which other micro-batches would then draw.
+        layer's checkpoint. If they switched before it, the checkpoint would save the random generator's state, and then
+        other micro-batches would draw from the generator. The recomputation would get other random numbers.
         """
         if not torch.is_grad_enabled():
             return output  # without a backward, the order does not matter
@@ -324,7 +324,7 @@ class MicroBatchHeads:
         """``is_leaf`` returns whether a tensor is a leaf of a micro-batch."""
         self._is_leaf = is_leaf
         self._gates: dict[int, list[_Gate]] = defaultdict(list)
-        self._roots: list[tuple[Any, Tensor | None]] = []  # torch's types do not allow both in a list
+        self._roots: list[tuple[Any, Tensor | None]] = []  # torch's types do not allow tensors and edges in a list
         self.are_separate = True
         """Whether all heads so far had a separate backward."""
 

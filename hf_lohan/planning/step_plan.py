@@ -124,10 +124,10 @@ def plan_step(
     describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those
     that the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
     are equally likely. ``chunk_tokens``: the number of tokens in a chunk, if it is decided. ``simulates``: the solvers
-    whose steps are simulated: all, the one of the configuration ("own"), or none, with Algorithm 1's plan.
-    ``fused``: how layers fuse the operations between products. ``is_trial``: the caller asks only whether and how the
-    step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory. Raises
-    ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
+    whose steps are simulated. "own" is that of the configuration. With "none", the plan is that of `plan_search`.
+    ``fused``: how layers fuse the operations between matrix products. ``is_trial``: the caller asks only whether and
+    how the step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory.
+    Raises ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
     """
 
     planner = _StepPlanner(
@@ -151,7 +151,7 @@ def plan_step(
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    # Layers that fit whole one by one are not cut to run together, because that would change numbers.
+    # If layers fit whole with micro-batches in turn, they stay whole for joint ones: chunks would change numbers.
     stays_whole = fits_whole and chunk_tokens is None and config.chunks.layers == AUTO
     together = replace(
         planner,
@@ -180,7 +180,7 @@ def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none
 _FEW_TOKENS = 4
 """Every batch of ranks that share rows has at least this number of tokens in a row."""
 WORTH_RUNNING_TOGETHER = 1.05
-"""Micro-batches run together if one after the other takes at least this number of times longer."""
+"""Micro-batches run together if a step with them in turn takes more than this many times as long."""
 TURN_S = 3e-4
 """Seconds of a switch from one micro-batch to the next at a layer, which no cost model counts."""
 
@@ -272,10 +272,10 @@ class _StepPlanner:
 
     @cached_property
     def _keys(self) -> tuple[int, int]:
-        """`TracedModel.keys` of rows that ranks share."""
+        """If ranks share rows: elements of a token's keys and values in a layer, and bytes of one. Otherwise (0, 0)."""
         if self.config.ranks.per_row == 1 or self.chunks is None:
             return (0, 0)
-        # A few tokens show the sizes of all.
+        # The size of a token's keys does not depend on the number of tokens, so a few tokens are traced.
         few = replace(self, shape=StepShape(1, _FEW_TOKENS))._trace(_FEW_TOKENS // 2)
         by_config = key_numel(getattr(self.model, "config", None)), few.profile.param_itemsize
         return few.keys if any(few.keys) else by_config
@@ -288,7 +288,7 @@ class _StepPlanner:
         if self.config.activations == "keep":
             profile = made_again(profile)
         if num_ranks > 1:
-            in_ram = self._hardware.device.shares_cpu  # the device uses the keys where the ranks share them
+            in_ram = self._hardware.device.shares_cpu  # a CPU reads the keys in the RAM that ranks share
             profile = with_keys_of_other_ranks(profile, self._keys, num_ranks, in_ram=in_ram)
         profile = with_owners(with_rows(profile, blocks), blocks)
         return profile_together(profile.routed(self.routing), self.shape.num_together)

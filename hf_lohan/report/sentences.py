@@ -16,7 +16,7 @@ _MOSTLY_BUSY = 0.7
 _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
 _WAITS_MUCH_LONGER = 0.3
-"""A rank is named as slow if ranks wait for it during this fraction of a step longer than for any other rank."""
+"""A rank is named as slow if the wait for it exceeds every other wait by more than this fraction of a step."""
 
 
 def bound_by(findings: Findings) -> str | None:
@@ -107,17 +107,17 @@ _DEVICE_MEMORY = ("peak_allocated", "peak_reserved", "planned")
 def on_memory(findings: Findings) -> str:
     _, rss = findings.values("anon_rss_bytes")
     last = findings.steps[-1]
-    text = f"The process had at most {format_bytes(max(rss))} of private memory" if rss else "The process had"
     pools, config = last.get("cpu_pool_bytes"), findings.run.config
-    parts = []
+    texts = [f"The process had at most {format_bytes(max(rss))} of private memory."] if rss else []
     if pools:
-        allowed = _allowed(config, "cpu_memory")
-        parts.append(f"{format_bytes(sum(pools.values()))} of it in host buffers and copies{allowed}")
+        took = format_bytes(sum(pools.values()))
+        texts.append(f"Host buffers and copies took {took}{_allowed(config, 'cpu_memory')}.")
     if "device_slots_bytes" in last:
-        where = "in slots for weights" if findings.shares_cpu else "and on the device, in slots for weights,"
-        parts.append(f"{format_bytes(last['device_slots_bytes'])} {where}{_allowed(config, 'gpu_memory')}")
-    rest = " The rest is Python, the libraries, and tensors of autograd." if rss else ""
-    return f"{text}, {listed(parts)}.{rest}{_on_device_memory(last)}" if parts else f"{text}.{_on_device_memory(last)}"
+        took = format_bytes(last["device_slots_bytes"]) + ("" if findings.shares_cpu else " on the device")
+        texts.append(f"Slots for weights took {took}{_allowed(config, 'gpu_memory')}.")
+    if rss:
+        texts.append("Python, the libraries, and tensors of autograd took the rest of the private memory.")
+    return " ".join(texts) + _on_device_memory(last)
 
 
 def _on_device_memory(last: Mapping[str, Any]) -> str:

@@ -47,8 +47,8 @@ class HomeRun(NamedTuple):
 class Versions:
     """Home and checksum of every granule of the records, committed and live. A write goes to the home that is not
     committed, and becomes live. `commit` makes all live versions the committed ones, and `drop_drafts` returns to the
-    committed versions. Elements with one home (`RecordSpec.versioned_numel`) are written in place. After they change
-    committed bytes (`mark_torn`), the commit cannot be restored."""
+    committed versions. Elements with one home (all after `RecordSpec.versioned_numel`) are written in place. After they
+    change committed bytes (`mark_torn`), the commit cannot be restored."""
 
     def __init__(self, records: Sequence[RecordSpec], *, num_homes: int) -> None:
         """Raise ValueError if only a part of a granule would have a second home."""
@@ -162,11 +162,11 @@ class Versions:
             self._is_in_flux[part] = False
 
     def clear(self) -> None:
-        """Let all records read as zeros until they are written. The committed versions stay. No write may be in
-        progress.
+        """Let all records except frozen parts read as zeros until they are written. The committed versions stay. No
+        write may be in progress.
 
-        Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other,
-        so a granule with only some new parameters must not overwrite the only version.
+        Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other. A
+        load must not overwrite the only version of a granule's other parameters with zeros.
         """
         with self._lock:
             stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
@@ -204,7 +204,7 @@ class Versions:
             return self._live_home.copy(), self._live_checksum.copy(), self._live_ties.copy()
 
     def commit(self, home: Homes, checksum: Checksums, ties: TieCodes | None) -> None:
-        """Make the result of `draft` the committed versions. If ``ties`` is None, no run has ties. No write may have
+        """Make the result of `draft` the committed versions. If ``ties`` is None, there are no ties. No write may have
         begun after `draft`."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum

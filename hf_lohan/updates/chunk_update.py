@@ -206,8 +206,8 @@ def update_in_parts(
 
     ``position``: the chunk's offset in its block's records. ``private``: `MasterFormat.num_private_buffers` uint8
     tensors of at least 4 * numel bytes. ``granule_numel``: parameters per granule. ``aside``: see `UpdateRule`.
-    ``missed``: the segments of each earlier step with gradients of zeros that the records lack. Raises CorruptionError,
-    and then leaves the records undefined.
+    ``missed``: the segments of each earlier step that the records lack. Gradients of these steps are zeros. Raises
+    CorruptionError, and then leaves the records undefined.
     """
     numel = records["param"].numel()
 

@@ -166,7 +166,7 @@ def test_a_loss_that_needs_more_than_the_device_is_refused() -> None:
     # The head needs the input of the last layer, too.
     assert refused.refusal is not None and "the head with its logits and the loss needs 5050 bytes" in refused.refusal
     assert "use a batch size of at most 2," in refused.refusal
-    enough = numbers_after("tokens, which is", refused)
+    enough = numbers_after("the step needs", refused)
     assert enough == 5050 + 569, "tensors, 5% that the allocator loses, and a sixteenth for workspaces"
     assert not plan_offload(model, machine(gpu_memory_bytes=enough - 1), setup).fits
     plan = plan_offload(model, machine(gpu_memory_bytes=enough), setup)

@@ -449,7 +449,7 @@ def test_copies_that_a_run_has_made_stay_although_longer_rows_need_their_ram(tmp
     settings = {"cpu_memory": 5_000_000, "durability": "checkpoint"}
     for run in run_shared([SHORT, 4 * LONG], tmp_path / "short_first", **settings):
         assert run.num_begun == 0 and len(run.losses) == 1
-        assert re.search(r"and \d+ bytes .*for the copies of records that the run already has", run.error), run.error
+        assert re.search(r", \d+ bytes .*of records that the run has already copied and", run.error), run.error
         assert run.error.endswith("use shorter rows, or let the longest rows come first")
     for advised in ({"_resident_records": "none"}, {}):
         lengths = [SHORT, 4 * LONG] if advised else [4 * LONG, SHORT]
@@ -462,8 +462,8 @@ def test_keys_that_do_not_fit_cpu_memory_are_refused_before_their_forward(tmp_pa
     num_rows, length = 20, 5 * LONG
     for run in run_shared([SHORT, length], tmp_path / "refused", batch_size=num_rows, cpu_memory="4MiB"):
         assert run.num_begun == 0 and len(run.losses) == 1
-        assert f"gradients of {num_rows} x {length} tokens that 2 ranks share (ranks.per_row)" in run.error
-        assert f"which take {keys_bytes(num_rows * length, 2) // 2} bytes" in run.error
+        assert f"gradients ({num_rows} x {length} tokens that 2 ranks share by ranks.per_row)" in run.error
+        assert f"it must hold {keys_bytes(num_rows * length, 2) // 2} bytes" in run.error
     advised = re.search(r"use shorter rows, or set cpu_memory to at least (\d+)", run.error)
     assert advised is not None
     for num_bytes, fits in ((int(advised[1]), True), (int(advised[1]) - 4096, False)):

@@ -115,9 +115,9 @@ def test_balanced_stores_continue_in_place_of_the_old_ones(run: Path) -> None:
     before, facts = joined(store, 2)
     code, output = lohan("reshard", run, "--num_processes", 2, "--balance")
     assert code == 0, output
-    assert output.startswith("measured by 768 rows of experts, the most loaded rank of each layer has 1.00 times the ")
+    assert output.startswith("in 768 counted rows of experts, the most loaded rank of a layer has on average 1.00 ")
     assert (
-        "2 ranks on 1 node; it had 2.00 times before" in output
+        "(2 ranks on 1 node); before it was 2.00 times" in output
         and "you may delete the folders rank-*-of-2.g1" in output
     )
     owned = owners(store, 2)
@@ -343,4 +343,4 @@ def test_rows_that_another_version_has_counted_are_read_or_ignored(fact: Any, is
 
 def test_balanced_stores_of_another_number_of_ranks_had_no_loads_before(run: Path) -> None:
     code, output = lohan("reshard", run, "--num_processes", 4, "--balance")
-    assert code == 0 and "without --balance it would have 2.00 times" in output and "before" not in output.split(";")[1]
+    assert code == 0 and "without --balance it would be 2.00 times" in output and "before" not in output.split(";")[1]

@@ -156,8 +156,8 @@ def test_memory_is_compared_with_the_budgets() -> None:
     run = Findings(RunData(Path("run"), {"cpu_memory": 2 << 30, "gpu_memory": 1 << 30}, {}, (held,), ()))
     text = sentences.on_memory(run)
     assert "had at most 3 GiB" in text
-    assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in text
-    assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in text
+    assert "Host buffers and copies took 1 GiB (of 2 GiB allowed)." in text
+    assert "Slots for weights took 512 MiB on the device (of 1 GiB allowed)." in text
 
 
 def test_balanced_rows_are_compared_with_those_of_the_owners() -> None:

@@ -35,13 +35,13 @@ def reshard_stores(
     text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
     if (balanced := resharded.balanced) is not None:
         is_same = resharded.num_ranks_before == num_ranks
-        before = f"it had {balanced.most_before:.2f} times before"
+        before = f"before it was {balanced.most_before:.2f} times"
         print_line(
             Console(),
-            f"measured by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
-            f"{balanced.most_after:.2f} times the mean load of {times(num_ranks, 'rank')} on "
-            f"{times(balanced.num_nodes, 'node')}; "
-            + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
+            f"in {balanced.num_rows:,} counted rows of experts, the most loaded rank of a layer has on average "
+            f"{balanced.most_after:.2f} times the mean load ({times(num_ranks, 'rank')} on "
+            f"{times(balanced.num_nodes, 'node')}); "
+            + (before if is_same else f"without --balance it would be {balanced.most_before:.2f} times"),
         )
     if not removes_old:
         text += (

@@ -51,8 +51,9 @@ class BalancedOwners:
     num_nodes: int
     num_rows: int
     most_before: float
-    """For each layer, the rows of the most loaded rank divided by the mean over ranks, with the former owners."""
+    """Most rows of a rank divided by the mean of ranks, with the former owners. Mean over layers, weighted by rows."""
     most_after: float
+    """The same with `owners`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +79,13 @@ def reshard(
     num_nodes: int | None = None,
     on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
 ) -> Resharded:
-    """Copy the newest step that all ranks of a run have to stores of the next generation, for ``num_ranks`` ranks.
+    """Copy the newest common step of a run's ranks to stores of the next generation, for ``num_ranks`` ranks.
 
     ``paths_of_ranks`` has all ssd paths of the run's stores (`store_paths_of`). ``removes_old`` removes the old stores
-    at the end. ``balances`` divides experts by the rows that the run has counted (see `balanced_owners`, also for
-    ``num_nodes``). Then the number of ranks may stay the same. ``on_copied(num_bytes, total_bytes)`` is called for each
-    copied piece. Until all new stores are committed, a run continues from the old stores. Raises ValueError if there is
-    no step to copy, if the run already has this number of ranks, or if nothing can be balanced. Raises the errors of
-    `Store`.
+    at the end. ``balances`` divides experts by counted rows (see `balanced_owners`, also for ``num_nodes``). Then the
+    number of ranks may stay the same. ``on_copied(num_bytes, total_bytes)`` is called for each copied piece. Until all
+    new stores are committed, a run continues from the old stores. Raises ValueError if there is no step to copy, if the
+    run already has this number of ranks, or if nothing can be balanced. Raises the errors of `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
@@ -136,7 +136,7 @@ def reshard(
                     run.commit(store, rank, commits[rank].facts if len(new) == len(old) else joined)
             except BaseException:
                 for folder in (path.path for store in new for path in store.paths):
-                    with suppress(StorageError):  # the next reshard replaces folders that stay
+                    with suppress(StorageError):  # the next reshard replaces a folder that cannot be removed
                         remove_folder(folder)
                 raise
             resharded = Resharded(
@@ -169,8 +169,8 @@ def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
 
 
 def owners_in(form: StoredForm, records: Sequence[Sequence[RecordSpec]]) -> dict[str, int] | None:
-    """Return a dict from expert to the rank whose store has its records. None for the default owners, or unless the
-    stores have each expert exactly once."""
+    """Return a dict from expert to the rank whose store has its records. None for a single store, and for
+    stores that do not have each expert exactly once."""
     names = [{record.block for record in of_rank} for of_rank in records]
     experts = [block.name for blocks in form.model_blocks.experts.values() for block in blocks]
     return owners_by_name(names, experts) if len(records) > 1 else None
@@ -186,8 +186,8 @@ def balanced_owners(
 ) -> BalancedOwners:
     """Divide the experts of a model among ranks, so that all ranks have about equally many of the counted rows.
 
-    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. The default is
-    the number of the run, or one if this does not divide the ranks. ``owners``: former owners, by default
+    ``facts``: facts in the commits of the run's ranks. ``num_nodes``: number of nodes of the new ranks. By default it
+    is the run's number of nodes if that divides ``num_ranks``, and otherwise 1. ``owners``: former owners, by default
     `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
     """
     layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}

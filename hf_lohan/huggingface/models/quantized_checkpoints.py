@@ -371,7 +371,7 @@ def name_unpacked(model: nn.Module, quantization: Quantization) -> None:
     if names:
         logger.warning(
             "quantization_config: bitsandbytes packs %s and %d more, but hf_lohan packs no module that chooses "
-            "experts, so the numbers differ; for equal numbers, name it in llm_int8_skip_modules",
+            "experts, so results differ; for equal results, name these modules in llm_int8_skip_modules",
             names[0],
             len(names) - 1,
         )

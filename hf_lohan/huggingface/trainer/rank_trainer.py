@@ -155,7 +155,7 @@ class RankTrainerMixin(TrainerMixin):
             given = self._offload_config.ssd_paths(default)
             reshard(self._found, given, self._links, opened)
         except BaseException:
-            if engine is not None:  # the engine's store may have weights of both models
+            if engine is not None:  # the store may have a mix of this model's weights and the copied ones
                 engine.commits.leave_to_journal()
                 engine.close()
             raise
@@ -251,7 +251,7 @@ class RankTrainerMixin(TrainerMixin):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but tell the model's forward if the batch has only a part of the rows."""
+        """Same as upstream, but tell the model's forward if the batch has only this rank's part of each row."""
         rows = inputs.get(ROWS)
         if rows is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
