@@ -92,10 +92,12 @@ def memory(figures: Figures) -> tuple[str, str]:
 
 def paced(regime: str) -> Callable[[Figures], tuple[str, str]]:
     def result_of(figures: Figures) -> tuple[str, str]:
-        result, control = (one for one in figures["results"] if one["regime"] == regime)
+        result, *others = [one for one in figures["results"] if one["regime"] == regime and one["max_grad_norm"]]
+        controls = [one for one in others if one.get("parked") == "0"]
         lanes, step_s = result["lanes_s"], result["step_s"]
         times = f"{step_s:.2f} s; compute {lanes['compute']:.2f}, drive alone {lanes['drive']:.2f}"
-        times += f", planned {result['predicted_s']:.2f} s; nothing parked {ratio_in(control)}"
+        times += f", planned {result['predicted_s']:.2f} s"
+        times += "".join(f"; nothing parked {ratio_in(control)}" for control in controls)
         return f"**{ratio_in(result)}** ({times})", spread(result["step_s_spread"])
 
     def ratio_in(result: Figures) -> str:
