@@ -157,13 +157,13 @@ def be_rank(
     for turn in range(1 + options.num_turns):  # the first one warms up
         for side, step in sides.items():
             dist.barrier()
-            before, began_s = node_bytes(node), time.perf_counter()
+            (before, _), began_s = node_bytes(node), time.perf_counter()
             step()
             dist.barrier()
             ended_s = wait_until_quiet(node)
             if turn:
                 seconds[side].append(ended_s - began_s)
-                sent[side].append(node_bytes(node) - before)
+                sent[side].append(node_bytes(node)[0] - before)
     if ranks.rank == 0:
         result.send((seconds, sent))
     dist.barrier()
@@ -171,23 +171,23 @@ def be_rank(
 
 
 def wait_until_quiet(node: NetworkBox) -> float:
-    """Wait until this node sends nothing, because weights for the next forward come ahead, and would slow the next
-    side's step down. Returns the time at which it became quiet."""
-    sent_bytes, since_s = node_bytes(node), time.perf_counter()
+    """Wait until this node sends and receives nothing, because weights for the next forward come ahead, and would slow
+    the next side's step down. A node that only receives may answer later. Returns the time at which it became quiet."""
+    last_bytes, since_s = sum(node_bytes(node)), time.perf_counter()
     while time.perf_counter() < since_s + QUIET_S:
         time.sleep(0.01)
-        if (now_bytes := node_bytes(node)) > sent_bytes + NEGLIGIBLE_BYTES:
+        if (now_bytes := sum(node_bytes(node))) > last_bytes + NEGLIGIBLE_BYTES:
             since_s = time.perf_counter()
-        sent_bytes = now_bytes
+        last_bytes = now_bytes
     return since_s
 
 
-def node_bytes(node: NetworkBox) -> int:
-    """Return the bytes that this node has sent."""
+def node_bytes(node: NetworkBox) -> tuple[int, int]:
+    """Return the bytes that this node has sent, and those that it has received."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.strip().partition(":")
         if name == node.interface:
-            return int(counts.split()[8])
+            return int(counts.split()[8]), int(counts.split()[0])
     raise OSError(f"there is no interface {node.interface}")
 
 

@@ -25,9 +25,10 @@ nothing, and files of which only properties and operators (`x.numel`, `x in y`) 
 
 **A climb** is a call on the way of a gradient or a weight into a room on a higher floor (`FLOORS` of
 `tests/test_house.py`) than the caller's. Three kinds of calls begin a new chain and are no climbs: a thread's loop runs
-a command, the end of an I/O request runs its callbacks, torch runs a hook. Nor is a call of a method whose class
-inherits it from an interface (a base class) in the caller's room, a lower one, or another library. For climbs, more
-steps are traced: with updates in backward, with guesses, and with forwards whose weights come from updates.
+a command, the end of an I/O request or of a delivery runs its callbacks, torch runs a hook. Nor is a call of a method
+whose class inherits it from an interface (a base class) in the caller's room, a lower one, or another library. For
+climbs, more steps are traced: with updates in backward, with guesses, and with forwards whose weights come from
+updates.
 
 Exits with 1 if a way has more than `MOST` files or visits, or if there is a climb.
 """
@@ -66,8 +67,8 @@ GRADIENT_ROOTS = {
 """Functions on the computing thread."""
 NO_STOPS = ("threads", "timeline")
 SETTINGS = {field.name for field in fields(OffloadConfig)}
-CALLBACKS = ("files/io_engine.py",)
-"""Runs the callbacks of requests."""
+CALLBACKS = ("files/io_engine.py", "updates/handover.py")
+"""Files that run the callbacks of requests, and of deliveries (`OnDelivered`)."""
 
 
 def read_floors() -> dict[str, int]:
