@@ -277,12 +277,11 @@ class RankLane:
         """Let the threads that wait in the lane raise RankFailedError, within a slice."""
         self._has_left = True
 
-    def leave(self, *, has_failed: bool) -> None:
-        """Use the lane no more. If a rank has failed or a collective has not ended, the group stays for the rest of the
-        process."""
+    def leave(self, *, has_failed: bool, until_s: float) -> None:
+        """Use the lane no more. Waits for threads in a call of the group, until the time ``until_s`` at most. If a rank
+        has failed or a collective has not ended, the group stays for the rest of the process."""
         self.stop()
         # At the interpreter's end a thread of Python that returns from C++ would end the process by an abort.
-        until_s = time.monotonic() + 4 * _SLICE.total_seconds()
         while self._num_inside and time.monotonic() < until_s:
             time.sleep(0.001)
         if self._group is not None and (has_failed or not all(work.is_completed() for _, work in self._works)):

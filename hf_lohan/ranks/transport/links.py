@@ -38,6 +38,8 @@ CARRIES = ("control", "weights", "gradients", "tokens")
 """Kinds of data in lanes. Tokens are rows for experts and their results, and rows of embeddings."""
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECTS_WITHIN = timedelta(seconds=60)
+_LEAVES_WITHIN_S = 2.0
+"""Threads leave a collective within 0.1 s, but later if other programs use all cores."""
 _WITHOUT_EFFECT = {
     "LOHAN_SOCKET_IFNAME": f"set {INTERFACE_VARIABLE} to the network interface, and unset it",
     "LOHAN_RANKS_SECRET": "ranks trust their network as torch.distributed does, so close MASTER_PORT and the ports of "
@@ -212,8 +214,9 @@ class Links:
             lane.stop()
         if self.ranks.others:
             self.watch.close()
+        until_s = time.monotonic() + _LEAVES_WITHIN_S
         for _, lane in self._lanes:
-            lane.leave(has_failed=self._failure.is_known)
+            lane.leave(has_failed=self._failure.is_known, until_s=until_s)
 
 
 def connect(ranks: Ranks, store: Any, timeout_s: float) -> Links:
