@@ -85,7 +85,15 @@ class FreeResources:
         device_bytes = self.device_memory_bytes
         if config.device_memory != AUTO:
             device_bytes = min(device_bytes, config.device_memory)
+        elif self.memory_is_host:  # both budgets are in the same memory
+            device_bytes = max(device_bytes // 10, min(device_bytes, self.host_memory_bytes - self.ram_bytes(config)))
         return device_bytes * DEVICE_TENTHS // 10
+
+    def ram_bytes(self, config: OffloadConfig) -> int:
+        """Return `cpu_memory`, or the value of `cpu_memory: auto`, in bytes."""
+        if config.cpu_memory != AUTO:
+            return config.cpu_memory
+        return ram_of_auto(self.host_memory_bytes, memory_is_host=self.memory_is_host)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,7 +106,8 @@ class OffloadConfig:
 
     gpu_memory: int | Literal["auto"] = setting(AUTO, check_size, here=lambda config, free: free.slots_bytes(config))
     """Maximum memory of the compute device for slots and kept activations, without the working memory of a layer or the
-    head. "auto" is 80% of the free memory."""
+    head. "auto" is 80% of the free memory. If the device computes in host memory, it is 80% of the memory that
+    `cpu_memory` leaves free."""
 
     device_memory: int | Literal["auto"] = setting(AUTO, check_size)
     """Maximum memory of the compute device for a whole training step: slots, kept activations, the working memory of a
@@ -107,9 +116,7 @@ class OffloadConfig:
     If this size is less than the free memory, `gpu_memory: auto` is 80% of it. "auto" is the memory that is free when a
     step is planned. If a batch needs more, the run only logs a warning."""
 
-    cpu_memory: int | Literal["auto"] = setting(
-        AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
-    )
+    cpu_memory: int | Literal["auto"] = setting(AUTO, check_size, here=lambda config, free: free.ram_bytes(config))
     """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
     all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other things, such as workers of the data loader.
     If the device computes in host memory, "auto" is 60%."""

@@ -242,6 +242,9 @@ def test_resolve_replaces_every_auto() -> None:
     for ram_gib, percent in ((8, 60), (24, 75), (64, 85)):
         free = {**MACHINE, "host_memory_bytes": ram_gib * GIB, "memory_is_host": False}
         assert OffloadConfig().resolve(**free).cpu_memory == ram_gib * GIB * percent // 100
+    for cpu_memory, percent in (("auto", 32), ("32GiB", 40), ("80GiB", 8)):  # of one memory for both budgets
+        of_both = OffloadConfig(cpu_memory=OffloadConfig.load(cpu_memory=cpu_memory).cpu_memory)
+        assert of_both.resolve(**{**MACHINE, "device_memory_bytes": 64 * GIB}).gpu_memory == 64 * GIB * percent // 100
     assert (config.io_threads, config.cpu_threads, config.prefetch_blocks) == (8, 12, 2)
     assert config.io_piece_bytes == 8 * 2**20
     assert config.ssd == (SsdPath("/mnt/nvme/store", "auto"),)
