@@ -41,8 +41,8 @@ from hf_lohan.ranks import Ranks, connect
 
 HANGS_AFTER_S = 600.0
 QUIET_S = 0.5
-NEGLIGIBLE_BYTES = 4096
-"""Bytes in 10 ms: ranks without work still exchange a few."""
+NEGLIGIBLE_BYTES = 16 << 10
+"""Bytes in 10 ms, sent and received: ranks without work still exchange a few."""
 MAX_NORM = 1.0
 ZERO_3 = "zero3_gloo"
 Step = Callable[[], object]
