@@ -244,7 +244,8 @@ def test_resolve_replaces_every_auto() -> None:
         assert OffloadConfig().resolve(**free).cpu_memory == ram_gib * GIB * percent // 100
     for cpu_memory, percent in (("auto", 32), ("32GiB", 40), ("80GiB", 8)):  # of one memory for both budgets
         of_both = OffloadConfig(cpu_memory=OffloadConfig.load(cpu_memory=cpu_memory).cpu_memory)
-        assert of_both.resolve(**{**MACHINE, "device_memory_bytes": 64 * GIB}).gpu_memory == 64 * GIB * percent // 100
+        gpu_memory = of_both.resolve(**{**MACHINE, "device_memory_bytes": 64 * GIB}).gpu_memory
+        assert round(100 * gpu_memory / (64 * GIB)) == percent
     assert (config.io_threads, config.cpu_threads, config.prefetch_blocks) == (8, 12, 2)
     assert config.io_piece_bytes == 8 * 2**20
     assert config.ssd == (SsdPath("/mnt/nvme/store", "auto"),)
