@@ -142,7 +142,7 @@ def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if runs_as_checkpoint(module):
-        return type(module).forward(module, *args, **kwargs)  # it calls `ActivationTiers.run_layer`
+        return type(module).forward(module, *args, **kwargs)  # this forward calls `ActivationTiers.run_layer`
     forward = own_forward(module)
     # Calls with a cache run eager, because generation has new shapes at each token, and graphs depend on the cache.
     if cache_among(kwargs) is None and not any(isinstance(value, Cache) for value in args):

@@ -59,7 +59,7 @@ def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> 
         )
     if isinstance(model, str | Path) and not is_offloaded and not makes_models:
         raise ValueError(
-            f"model={str(model)!r} is the path or the name of a model, and only an offloading Trainer loads one; set "
+            f"model={str(model)!r} is the path or the name of a model, and only an offloading Trainer loads it; set "
             'offload="lohan", or pass a model in memory'
         )
 
@@ -160,7 +160,7 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         ),
         "vertical_micro_batches: true runs micro-batches together, but GRPO generates them one after the other; set "
         "it to false": is_joint and hasattr(args, "num_generations"),
-        "vertical_micro_batches: true cannot separate the micro-batches' gradients of TRL's fused head; "
+        "vertical_micro_batches: true cannot separate the gradients of TRL's fused head by micro-batch; "
         "set it to false, or train adapters": is_joint and trains_fused_head,
     }
     for sentence, is_refused in refused.items():
@@ -220,7 +220,7 @@ def check_model(model: Any) -> None:
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
         raise ValueError("a model wrapped by torch.compile cannot be offloaded; pass the original model")
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # others are a path, or None with `model_init`
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # else a path, or None with `model_init`
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     parameters = model.named_parameters() if isinstance(model, nn.Module) else ()

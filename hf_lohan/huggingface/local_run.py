@@ -129,7 +129,7 @@ class LocalRun:
 
         If another engine in this process (such as the engine of an earlier Trainer in a notebook) has the store open
         for the same model, close it first. ``is_beside_others``: whether there may also be stores of another number of
-        ranks, because this run may continue from these.
+        ranks, because this run may continue from them.
         """
         _check_experts(layout, settings)
         folders = [ssd.path for ssd in settings.ssd]

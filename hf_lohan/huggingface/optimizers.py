@@ -40,7 +40,7 @@ _OPTIM_ARGS = {
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""Keys of `optim_args` that upstream uses. It ignores a weight decay in `optim_args`."""
+"""Keys of `optim_args` that upstream uses. Upstream ignores a weight decay in `optim_args`."""
 _INT8_ADAMWS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 """Names of 8-bit AdamW in bitsandbytes. Under offload they mean moments in int8."""
 _ADAMWS = ("paged_adamw_32bit", *_INT8_ADAMWS)
@@ -146,7 +146,7 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose the optimizer that the first of these names: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
+    """Choose an optimizer by the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
     ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":

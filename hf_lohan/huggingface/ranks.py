@@ -50,7 +50,7 @@ _links: Links | None = None
 
 
 def launch_id() -> str | None:
-    """Return an id that all attempts of one launch of torchrun have on this machine. None if torchrun did not start
+    """Return an id that all attempts of one launch of torchrun share on this machine. None if torchrun did not start
     this process. accelerate's launcher uses torchrun too."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
@@ -143,7 +143,7 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError for `TrainingArguments` with which ranks would not stay in step."""
+    """Raise ValueError for `TrainingArguments` with which ranks would not take steps together."""
     check_joined(args.world_size)
     check_parallelism(getattr(args, "parallelism_config", None) or _parallelism_of_environment())
     if args.world_size == 1:
@@ -293,8 +293,8 @@ _STOCK_GENERATE = "_lohan_stock_generate"
 
 
 def generate_together(model: Any, links: Links, is_closed: Callable[[], bool]) -> None:
-    """Let all ranks begin `generate` together, because they load the blocks of a forward together. After its sequences
-    are complete, a rank continues until all ranks are complete if torch connects the ranks. Otherwise it only serves
+    """Let all ranks begin `generate` together, because they load the blocks of a forward together. If torch connects
+    the ranks, a rank with complete sequences continues until all ranks are complete. Otherwise it only serves
     its weights to the others. `generate` raises RanksDisagreeError if another rank makes another call. If
     ``is_closed()`` is true, nothing changes."""
     for module in model.modules() if links.ranks.others else ():
@@ -324,7 +324,7 @@ def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
     if ranks.num_local % sequence_ranks:
         raise ValueError(
             f"ranks.per_row: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
-            f"multiple of {sequence_ranks} on each (lohan launch --num_processes), or change ranks.per_row"
+            f"multiple of {sequence_ranks} ranks on each (lohan launch --num_processes), or change ranks.per_row"
         )
 
 

@@ -247,7 +247,7 @@ def test_a_run_that_continues_without_compiling_warns(tmp_path: Path, caplog: py
     assert eager is not None
     eager.resume(plan.facts)
     ours(**tiny_batch())
-    assert "this run continues one with compiled layers" in caplog.text
+    assert "this run continues a run with compiled layers" in caplog.text
     engine.close()
 
 

@@ -269,7 +269,7 @@ def test_a_wait_for_a_buffer_ends_with_the_name_of_a_rank_that_does_nothing() ->
             rank.close()
 
     errors = [outcome.error for outcome in rank_outcomes(2, run, timeout_s=2.0)]
-    assert "rank 0" in str(errors[1]) and "said nothing for 2 s while rank 1 waited for gradients" in str(errors[1])
+    assert "rank 0" in str(errors[1]) and "was silent for 2 s while rank 1 waited for gradients" in str(errors[1])
 
 
 def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:

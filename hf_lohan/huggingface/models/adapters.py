@@ -203,7 +203,7 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
 
 
 class PendingMerges:
-    """Adapters that are merged into their base while it is saved, a weight at a time, because the weights in the store
+    """Adapters that are merged into their base, one weight at a time, while the base is saved. Weights in the store
     cannot be changed. It is also the `WeightProvider` of these weights, and refuses all other reads."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class PendingMerges:
     embed = copy_parameter = gather_parameters = borrow_weights
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Do nothing, because the shape of a view may be used although it has no values."""
+        """Do nothing, because the shape of a view may be used although the view has no values."""
 
 
 def _changed_by(layer: Any) -> dict[str, nn.Parameter]:
@@ -299,7 +299,7 @@ def merge_through_store(
     """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
 
     ``on_base`` is called with the base model that these methods return, whose weights stay in the store, and with the
-    pending merges into ``unchangeable`` parameters. These are done while the base is saved.
+    pending merges into ``unchangeable`` parameters. These merges are done while the base is saved.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

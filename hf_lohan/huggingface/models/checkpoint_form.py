@@ -237,7 +237,7 @@ def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[Enc
 def _unit_of(
     shape: torch.Size, units: Sequence[Sequence[tuple[EncodedWeight, int | None]]]
 ) -> tuple[EncodedMatrix, ...] | None:
-    """Return the matrices of one unit of a parameter. None if units differ, or if matrices are no rows of ``shape``."""
+    """Return the matrices of one unit of a parameter. None if units differ, or matrices are not rows of ``shape``."""
     described = [tuple(weight.matrix() for weight, _ in unit) for unit in units[:1]]
     first = described[0]
     matrices = [matrix for matrix in first if matrix is not None]

@@ -125,8 +125,8 @@ class Checkpoint:
                     "folder"
                 )
             raise ValueError(
-                f"{name!r} is only in part in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
-                f"({reason}); run `{_download_command(name, hub)}` where it can"
+                f"{name!r} is incomplete in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
+                f"({reason}); run `{_download_command(name, hub)}` while online"
             )
         return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
 
@@ -138,7 +138,7 @@ class Checkpoint:
             raise ValueError(
                 f"{self.name!r} is an adapter of PEFT without its base; give the path of the base with peft_config=, "
                 "or hf_lohan.from_pretrained(base, finish=lambda model: peft.PeftModel.from_pretrained(model, "
-                f"{self.name!r}, is_trainable=True)) to train on"
+                f"{self.name!r}, is_trainable=True)) to train it further"
             )
         if not file.is_file():
             raise ValueError(f"{self.name!r} has no {CONFIG_NAME}; give a checkpoint with a config of transformers")
@@ -227,14 +227,14 @@ class Checkpoint:
                 if num_homes > least_homes:
                     continue
                 raise ValueError(
-                    f"the disk is too small to download {self.name!r}: it downloads {takes}, but "
+                    f"the disk is too small to download {self.name!r}: the run downloads {takes}, but "
                     f"{'; '.join(map(str, error.shortfalls))}; free space, or set HF_HUB_CACHE or ssd to another drive"
                 ) from None
             logger.warning("downloading %s: %s", self.name, takes)  # warnings are shown even without logging
             return
 
     def name_model(self, model: Any) -> None:
-        """Let a loaded model have the name in the Hub as its path, as a stock model has, and not the cache folder."""
+        """Set the path of a loaded model to its name in the Hub, as in a stock model, and not to the cache folder."""
         if self.hub is not None:
             model.config.name_or_path = model.name_or_path = self.name
 
@@ -380,7 +380,7 @@ def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None)
     lacking = f"its revision {hub['revision']!r}" if hub.get("revision") else "it"
     return ValueError(
         f"{name!r} is not a folder here, the Hub's cache does not have {lacking}, and the Hub cannot be reached "
-        f"({reason}); run `{_download_command(name, hub)}` where it can, or give the path of a checkpoint folder"
+        f"({reason}); run `{_download_command(name, hub)}` while online, or give the path of a checkpoint folder"
     )
 
 

@@ -63,7 +63,7 @@ def merge(
     Raises ValueError, before a weight is written, if the adapter or the base does not exist, if the base's weights have
     other shapes, or if the adapter cannot be merged.
     """
-    refuse_placement(kwargs, "which a merge reads and writes a weight at a time")
+    refuse_placement(kwargs, "which a merge reads and writes one weight at a time")
     dtype = take_torch_dtype(kwargs, dtype)
     asked = kwargs.pop("quantization_config", None)
     if asked is not None and not getattr(asked, "dequantize", False):
@@ -143,7 +143,7 @@ def _with_saved_adapter(
         if getattr(config, "init_lora_weights", True) not in (True, False):
             raise ValueError(
                 f"the adapter {adapter!r} changes its base when it is loaded (init_lora_weights="
-                f"{config.init_lora_weights!r}), so it cannot be merged a weight at a time; save it with "
+                f"{config.init_lora_weights!r}), so it cannot be merged one weight at a time; save it with "
                 "path_initial_model_for_weight_conversion=..., or merge it in memory"
             ) from error
         raise

@@ -37,7 +37,7 @@ class WeightSink:
         self._names = names
         self._of_any_dtype = of_any_dtype
         self._freed_bytes = 0
-        """Bytes of weights that were stored, and that transformers frees, since freed memory was last returned."""
+        """Bytes of weights that were stored since freed memory was last returned. transformers frees these."""
 
     @property
     def total_bytes(self) -> int:

@@ -70,7 +70,7 @@ def choose_place(
 
 
 def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[str, Any]) -> Any:
-    """Load the model with a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
+    """Load the model of a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
     further arguments of `from_pretrained`."""
     checkpoint, rest = Checkpoint.open(path, loading, weights=False), dict(loading)
     model_class, asked = rest.pop("model_class", None), rest.pop("dtype", "float32" if is_mixed(args) else "auto")

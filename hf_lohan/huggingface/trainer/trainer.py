@@ -203,7 +203,7 @@ def upstream_names(trainer_class: type, mixin: type) -> list[str]:
 
 
 def _how_to_offload(config: OffloadConfig, args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` and `offload_model` that follow from a Trainer's."""
+    """Return the arguments of `from_pretrained` and `offload_model` that follow from the arguments of a Trainer."""
     micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
     return {
         "torch_device": args.device,
