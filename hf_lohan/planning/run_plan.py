@@ -188,10 +188,10 @@ class RunPlan:
             return bool(before != planned)
         if before != (setting or None):
             logger.warning(
-                "this run continues one with %s and has chunks.layers: %s, so it adds sums in another order from here "
-                "on; for the same bits set chunks.layers to auto",
-                "whole layers" if before is None else f"chunks of {before} tokens",
+                "this run has chunks.layers: %s and continues a run with %s, so it adds sums in another order from "
+                "here on; for the same bits set chunks.layers to auto",
                 str(setting).lower(),
+                "whole layers" if before is None else f"chunks of {before} tokens",
             )
         return False
 
@@ -214,7 +214,7 @@ class RunPlan:
         self._of_longer = None
         if self.first is None and self._fused_before not in ("unknown", self.fused):
             logger.warning(
-                "this run continues one %s compiled layers, so its sums have other last bits from here on; for the "
+                "this run continues a run %s compiled layers, so its sums have other last bits from here on; for the "
                 "same bits set torch_compile as before",
                 "with" if self._fused_before else "without",
             )
@@ -235,7 +235,7 @@ class RunPlan:
         self.first = self.first or self.now
         self._computing = self._of_longer or self._computing
         self._tried_after = None
-        self._steps, self._before = [], None  # steps with shorter batches say nothing about these
+        self._steps, self._before = [], None  # steps with shorter batches do not show these rates
         self._layout = self.now.layout  # the memory is taken only once
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
@@ -383,7 +383,7 @@ class RunPlan:
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
-            now = replace(now, plan=replace(now.plan, clip="defer"))  # the timed steps deferred
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # as the timed steps
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None
@@ -408,7 +408,7 @@ class RunPlan:
             self.now = _scaled_to_measured(tried, tried_s)
             return None
         logger.info(
-            "steps of the second plan took %.3g s, and those of the first %.3g s, so the first is used again",
+            "steps of the second plan took %.3g s, and steps of the first plan %.3g s, so the first is used again",
             tried_s,
             before_s,
         )

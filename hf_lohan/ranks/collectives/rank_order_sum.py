@@ -115,7 +115,7 @@ def part_of_gradient(gradient: Gradient | NodeSum, start: int, stop: int) -> Gra
 
 
 def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
-    """Do as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
+    """Same as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if len(exact) == len(parts):
         return sum_in_rank_order_(out, exact, num_ranks)
@@ -222,12 +222,12 @@ class DeviceSums:
         place: Tensor | None,
         gaps: Sequence[tuple[int, int]],
     ) -> NodeSum | None:
-        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that it
-        collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector. ``parts``:
-        the gradients by local rank, in their order. This rank's own gradients are complete in memory of its device.
-        ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the ranges of
-        the chunk that are zero, and that no rank sends. If a rank of another node owns the chunk, returns the sum,
-        which is valid until the next call. In this case the gradient of a single rank is not scaled."""
+        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that this
+        rank collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector.
+        ``parts``: the gradients by local rank, in their order. This rank's own gradients are complete in memory of its
+        device. ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the
+        ranges of the chunk that are zero, and that no rank sends. If a rank of another node owns the chunk, returns the
+        sum, which is valid until the next call. In this case the gradient of a single rank is not scaled."""
         receives: list[tuple[int, Gradient]] = []
         values = [self._room_for(part, member, receives) for member, part in parts]
         total = self._total[: numel_of(values[0]) if values else 0]
@@ -279,7 +279,7 @@ def _as_bytes(gradients: Sequence[tuple[int, Gradient]]) -> list[tuple[int, Tens
 
 
 def add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
-    """Do as `sum_gradients_` in device memory. All parts are coded or none, and none shares memory with ``out``."""
+    """Same as `sum_gradients_`, in device memory. All parts are coded or none, and none shares memory with ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if exact:
         sum_in_rank_order_(out, exact, num_ranks, scratch)

@@ -11,7 +11,7 @@ Only computing threads use these lanes, and between two exchanges of a call they
 turns of `lent_experts`, which also have one order on all ranks. So no wait is circular.
 
 A recomputation may be needed by some ranks only, because a rank may have kept its output. Ranks that are already in the
-backward of the layer take part in the recomputation first, without rows, and then come to their own call again.
+backward of the layer take part in the recomputation first, without rows, and then continue with their own call.
 """
 
 from __future__ import annotations

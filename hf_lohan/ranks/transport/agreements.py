@@ -1,4 +1,4 @@
-"""Decisions that all ranks make together on the end of a step, and on which commits count.
+"""Decisions that all ranks make together: how a step ends, and which commits count.
 
 *A step* ends with one small exchange after its last backward. Each rank sends its norms of gradients, whether it
 applies or drops the gradients, whether the next step is to be committed, whether it was asked to end the run, and a
@@ -7,9 +7,9 @@ whether the step is skipped. Ranks whose hyperparameters differ end with an erro
 
 *A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
 because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
-waits for this. It comes a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank has
-begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit that
-all of them have. At most one commit is lost, and no rank coordinates.
+waits for this. This write is a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank
+has begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit
+that all of them have. At most one commit is lost, and no rank coordinates.
 """
 
 from __future__ import annotations

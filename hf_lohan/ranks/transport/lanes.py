@@ -153,7 +153,7 @@ class RankLane:
         if not work.is_completed():
             return False
         try:
-            work.wait(_SLICE)  # it may have ended well since the first wait ran out
+            work.wait(_SLICE)  # the work may have ended well since the first wait timed out
         except RuntimeError as error:
             self._raise_if_over(what)
             self._watch.raise_cause(what, error, self.members)
@@ -211,7 +211,7 @@ class RankLane:
         return finish
 
     def _count_wait(self, waits_s: Sequence[float], own_s: float) -> None:
-        """Count this rank's wait in the last exchange as a wait for the rank that came last, which waited least."""
+        """Attribute this rank's wait in the last exchange to the rank that waited least, because it entered last."""
         last = min(range(len(waits_s)), key=lambda place: waits_s[place])
         if last != self.place:
             self.waited_s[self.members[last]] += own_s
@@ -235,7 +235,7 @@ class RankLane:
             self.send_to_all(tensor, owner, tag)
 
     def send_to_all(self, tensor: Tensor, owner: int, tag: str) -> None:
-        """Do as `broadcast` for a tensor whose size all members know, and which is not empty."""
+        """Same as `broadcast`, for a tensor that is not empty and whose size all members know."""
         with self._in_use:
             self.finish(self.begin_to_all(tensor, owner, tag))
 

@@ -225,7 +225,7 @@ def connect(ranks: Ranks, store: Any, timeout_s: float) -> Links:
         return Links.alone()
     if ranks.local_rank == 0:
         for variable in filter(os.environ.get, _WITHOUT_EFFECT):
-            logger.warning("%s has no effect any more; %s", variable, _WITHOUT_EFFECT[variable])
+            logger.warning("%s no longer has an effect; %s", variable, _WITHOUT_EFFECT[variable])
     number = store.add(f"lohan/calls/{ranks.rank}", 1)
     links = Links(ranks, PrefixStore(f"lohan/{number}", store), timeout_s)
     links.watch.ends_process = True

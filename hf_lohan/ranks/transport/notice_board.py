@@ -104,7 +104,7 @@ class NoticeBoard:
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread after its last words."""
+        """End the thread after its last notice."""
         self._is_over = True
         self._wake.set()
         if self._thread is not None:
@@ -152,7 +152,7 @@ class NoticeBoard:
     def _read(self) -> None:
         keys = [f"at/{rank}" for rank in self._ranks.others]
         if not (self.notices or self._store.check(keys)):
-            return  # a rank has not come yet
+            return  # a rank has not written yet
         told = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
         self.read_s = time.monotonic()
         for rank, written in zip(self._ranks.others, told, strict=True):

@@ -38,7 +38,7 @@ from hf_lohan.threads import start_thread
 
 _LOOK_S = 0.05
 _ANSWER_S = 0.5
-"""Seconds in which the store answers. If it does not, its node may be gone."""
+"""Seconds in which the store answers. If the store does not, its node may be gone."""
 _VERDICT_S = 2.0
 """Seconds without a notice after which a rank has ended, if connections broke. Notices come twice a second."""
 _CYCLE_S = 3.0
@@ -86,7 +86,7 @@ class Watch:
         self._idle: set[str] = set()
         """Lanes whose threads beside the computation wait for it."""
         self._closed: list[str] = []
-        """Lanes in which this rank takes part no more."""
+        """Lanes in which this rank no longer takes part."""
         self._num_beats = 0
         self._names: dict[int, str] = {}
         self._is_started = False
@@ -274,7 +274,7 @@ class Watch:
             if now_s - since_s > min(_CYCLE_S, self.timeout_s):
                 self._judge_long_wait(tables, lane, what, now_s - since_s)
         if now_s - since_s > self.timeout_s and now_s - self._board.looked_s > self.timeout_s:
-            self._raise_silent(0, what)  # its node has the store, which does not answer
+            self._raise_silent(0, what)  # the node of rank 0 has the store, which does not answer
 
     def _judge_long_wait(self, tables: Mapping[int, Table], lane: str, what: str, waited_s: float) -> None:
         for rank in self._late(tables, lane, self.ranks.rank):
@@ -318,13 +318,13 @@ class Watch:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            # A late thread beside the computation has its own waits. Those of the computation do not matter.
+            # A late thread beside the computation has its own waits. The waits of the computation do not matter.
             lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"].get(lane, [])
             needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
         """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Other ranks may be ahead
-        of it, and it does not wait for them."""
+        of ``rank``, which does not wait for them."""
         numbers = {member: table["at"][lane][0] for member, table in tables.items() if lane in table["at"]}
         return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 
@@ -356,7 +356,7 @@ class Watch:
 
     def _silent_text(self, rank: int, seconds: float, what: str) -> str:
         return (
-            f"{self.name_of(rank)} said nothing for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
+            f"{self.name_of(rank)} was silent for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
             "out what it does (py-spy dump)"
         )
 
@@ -394,7 +394,7 @@ class Watch:
             silent = max(members, key=self._board.silent_s)
             silent_s = self._board.silent_s(silent)
             if silent_s > _VERDICT_S:
-                # The kernel tells the end of a process of this node. A silent process without this end is stopped.
+                # The kernel reports the end of a process of this node. A silent process that has not ended is stopped.
                 is_stopped = silent in (self._exits or {})
                 ended = f"{self.name_of(silent)} ended"
                 self._settle(silent, self._silent_text(silent, round(silent_s), what) if is_stopped else ended)
