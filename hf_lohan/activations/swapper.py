@@ -275,7 +275,7 @@ class ActivationSwapper:
             self._return_holes(swapped.num_bytes)
 
     def _return_holes(self, num_bytes: int) -> None:
-        """Count a tensor that came or left, and return free memory after enough of them."""
+        """Count the bytes of a moved tensor, and return free memory after enough bytes."""
         if not self._device.shares_cores:
             return
         self._holes_bytes += num_bytes

@@ -1,10 +1,10 @@
 """Chooses the stores that a run continues: the newest generation in which all ranks have a common commit.
 
 A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
-committed the copy, the old generation is the newest complete generation. Then the new generation is. So a process that
-is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step commits
-without these names. If the source has later steps, the source continues. An incomplete copy is ignored only while its
-source is there. If a part of other stores is gone, an older generation does not replace them silently.
+committed the copy, the old generation is the newest complete generation. After that, the new generation is. So a
+process that is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step
+commits without these names. If the source has later steps, the source continues. An incomplete copy is ignored only
+while its source is there. If a part of other stores is gone, an older generation does not replace them silently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_resumable(commit: Commit) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """The facts about a commit of a store that a rank tells the other ranks."""
+    """Facts about a commit of a store. A rank tells them to the other ranks."""
 
     group_id: str
     number: int

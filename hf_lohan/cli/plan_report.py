@@ -543,7 +543,7 @@ def hiding(planned: PlannedRun) -> str:
 def _what_helps(planned: PlannedRun) -> Iterable[str]:
     for change in nearest_changes(planned):
         rate = change.planned.plan.prediction.tokens_per_s
-        yield f"With {change.description}, it would be {rate:.4g} tokens/s ({change.times_faster:.2f} x as fast)."
+        yield f"With {change.description}, the run reaches {rate:.4g} tokens/s ({change.times_faster:.2f} x as fast)."
 
 
 def without_offloading(planned: PlannedRun) -> str:
@@ -551,9 +551,9 @@ def without_offloading(planned: PlannedRun) -> str:
     fit = planned.plan.in_memory
     needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
     if not fit.fits:
-        return f"It does not fit without offloading: it needs {needed} of device memory."
+        return f"The model does not fit without offloading: it needs {needed} of device memory."
     how = ", its activations recomputed" if fit.activations == "recompute" else ""
-    return f"It fits without offloading ({needed} of device memory{how}), so train it without."
+    return f"The model fits without offloading ({needed} of device memory{how}), so train it without."
 
 
 def _purchases(planned: PlannedRun) -> Table:

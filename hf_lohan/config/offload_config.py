@@ -204,8 +204,8 @@ class OffloadConfig:
     gpu_direct: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether weights and swapped activations move between the SSDs and the GPU without passing through host memory
     (GPUDirect Storage). "auto" does so if a trial reads and writes faster than through host memory. With true, the run
-    ends if the machine does not support it. It needs a data-center or professional GPU, not a GeForce, and nvidia-fs or
-    p2pdma for the drives. Checksums are then computed on the GPU. The setting changes no number."""
+    ends if the machine lacks support. GPUDirect Storage needs a data-center or professional GPU, not a GeForce, and
+    nvidia-fs or p2pdma for the drives. Checksums are then computed on the GPU. The setting changes no number."""
 
     trace: bool = setting(False, check_flag)
     """Whether every task of every lane is recorded and written to `lohan/trace.json` at the end of training."""

@@ -30,8 +30,8 @@ NodeTransport: TypeAlias = Literal["host", "nccl"]
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
-"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of them change in a step. A rate of 1e-4
-gives 1620."""
+"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of the weights change in a step. At 1e-4,
+it is 1620."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
                 f"ranks of a node share one copy in its memory, so a group is whole nodes: give a multiple of "
                 f"{num_local} that divides {num_ranks}, or node"
             )
-        if group not in (None, num_local) and way.forward == "delta":  # it needs all weights of the step before
+        if group not in (None, num_local) and way.forward == "delta":  # "delta" needs all weights of the step before
             groups_of_delta.append(group)
             continue
         if group == num_ranks:
@@ -228,8 +228,8 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
         ways.append(replace(WAY_WITHIN_A_NODE, within=way.within) if num_ranks == num_local else way)
     if groups_of_delta and not ways:
         raise ValueError(
-            f"ranks.collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
-            f"{groups_of_delta[0]} it keeps only a part of them; set backward to node, or forward to exact or int8"
+            "ranks.collectives: forward: delta needs a copy of all weights in each node, and with backward: "
+            f"{groups_of_delta[0]} a node keeps only a part; set backward to node, or forward to exact or int8"
         )
     return tuple(dict.fromkeys(ways))
 

@@ -325,7 +325,7 @@ class ModelProfile:
 
     def fused(self, how: Fusion) -> ModelProfile:
         """Return this profile with layers whose operations between products are fused. "compile": consecutive ones are
-        one kernel, as with `torch.compile` at best. "liger": the ones of each module are one kernel, as with Liger's
+        one kernel, as with `torch.compile` at best. "liger": those of each module are one kernel, as with Liger's
         kernels for norms, gates and positions."""
         blocks = (
             replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks

@@ -478,7 +478,7 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
 
     A parameter fills all chunks inside it at the same time. A chunk that it shares with neighbours waits for their
     gradients, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the
-    pipeline. The pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
+    pipeline. The pipeline never waits for a buffer of this pool, so it always takes gradients that have arrived.
 
     The same is true of half buffers. The pool has enough for arriving and held gradients, and a new gradient fits any
     returned half. If gradients are unexpectedly float32 (from micro-batches that ran together), each needs a whole

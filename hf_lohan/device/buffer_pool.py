@@ -85,7 +85,7 @@ class BufferPool:
         return buffer
 
     def acquire_within(self, timeout_s: float | None, *, half: bool = False) -> Buffer | None:
-        """Do as `acquire`, but return None if nothing is free after ``timeout_s``. A timeout of None waits forever."""
+        """Same as `acquire`, but return None if nothing is free after ``timeout_s``. With None, wait forever."""
         with self._lock:
             is_free = self._changed.wait_for(lambda: self._is_ready(half), timeout_s)
             return self._take(half) if is_free else None

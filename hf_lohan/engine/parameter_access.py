@@ -65,7 +65,7 @@ def another_base_error(folder: str, name: str) -> ForeignStoreError:
     ``name``: the first weight that differs."""
     return ForeignStoreError(
         f"{folder} holds the steps of a run over another base: its frozen weights differ from those of this model, "
-        f"first in {name}; load the base of that run to go on from there (and set the seed before, if some of its "
+        f"first in {name}; load the base of that run to continue from there (and set the seed before, if some of its "
         "weights are drawn), give this run another output_dir or ssd path, or delete that store if its steps are no "
         "longer needed"
     )
@@ -142,8 +142,8 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_elements(self, name: str, first: int, source: Tensor) -> None:
-        """Do as `write_parameter` for elements of a flattened weight from ``first`` on. Raises ValueError if ``source``
-        reaches beyond the parameter's end."""
+        """Same as `write_parameter`, for elements of a flattened weight from ``first`` on. Raises ValueError if
+        ``source`` reaches beyond the parameter's end."""
         flat = source.detach().reshape(-1)
         last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
         if first < 0 or last > numel:
@@ -181,12 +181,12 @@ class ParameterAccess:
         if begin == end:  # an expert of another rank
             return
         if not form.takes_rows:
-            assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must come whole"
+            assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must be written whole"
             values = form.stored_order(values)
         while values.numel():
             unit, offset = divmod(first, form.unit_numel)
             packer = self._packers.get(part) or self._packers.setdefault(part, form.packer())
-            assert packer.num_taken == offset, f"elements of {part.name} do not come in order"
+            assert packer.num_taken == offset, f"elements of {part.name} are not written in order"
             taken = min(form.unit_numel - offset, self._most_decoded_numel, values.numel())
             byte, codes = packer.pack(values[:taken].to("cpu", block.master.working_dtype))
             self._write_bytes(block, "codes", part.codes_start + unit * form.unit_codes_bytes + byte, codes)
@@ -320,7 +320,7 @@ class ParameterAccess:
         return out
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
-        """Do as `read_elements` for the float32 master. A frozen weight is its own master."""
+        """Same as `read_elements`, for the float32 master. A frozen weight is its own master."""
         if "master_residual" not in self.state_kinds(name):
             return self.read_elements(name, first, last).to(torch.float32)
         out, rank = torch.empty(last - first), self._links.ranks.rank

@@ -107,10 +107,10 @@ class PlannedMemory:
         is_on_ssd = leaves_ssd and self._activations.swapper.ssd_bytes_in_use
         if is_on_ssd or (shrinks and (ram.bytes_in_use or ram.top_bytes_in_use)):
             raise RuntimeError(
-                "the rows of this forward are longer than those before, and their keys and values need "
-                f"{format_bytes(layout.shared_key_bytes)} of RAM, which still holds activations of an earlier forward "
-                "that has had no backward yet; call backward on the loss of that forward first, or delete the loss, or "
-                "run the longest rows first"
+                "the rows of this forward are longer than all earlier rows, and need "
+                f"{format_bytes(layout.shared_key_bytes)} of RAM for keys and values, but this RAM still has "
+                "activations of a forward without a backward; call backward on the loss of that forward first, or "
+                "delete the loss, or run the longest rows first"
             )
         rows.expect(layout.shared_key_bytes * rows.links.ranks.num_ranks)
         if is_longer:

@@ -157,7 +157,7 @@ class WeightReads:
         self._parts.lifetime.check()
         if self._pass.is_running:
             raise RuntimeError(
-                "weights can be gathered between steps, not while the model runs; if an interrupt ended it, call "
+                "weights can be gathered between steps, not while the model runs; if an interrupt ended a pass, call "
                 "model.zero_grad() first"
             )
         self._pass.recover()

@@ -4,14 +4,14 @@ A pass is a sequence of *visits*. It visits each layer with experts in forward o
 order too. The experts of a visit are known in one of three ways. The first that applies is used:
 
 * *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
-  all its experts are known when it begins. * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all
-  are expected before the router has run. * *Hints*. It loads the experts that earlier passes used most, or the experts
-  that the layer's router chooses for the rows of the previous layer, whichever was right more often. After a pass
-  without gradients, as in generation, another pass is expected. Its first experts are loaded while the last layers and
-  the head compute.
+  all its experts are known when it begins.
+* *All experts*. If the experts get at least `ALL_ROWS` rows on average, all are expected before the router has run.
+* *Hints*. They are the experts that earlier passes used most, or the experts that the layer's router chooses for the
+  rows of the previous layer, whichever was right more often.
 
-Experts are loaded in the order of visits. The slot whose block is needed last is overwritten first. Each operation here
-looks at the blocks of only one layer, so its time does not depend on the number of layers.
+After a pass without gradients, as in generation, another pass is expected. Its first experts are loaded while the last
+layers and the head compute. Experts are loaded in the order of visits. The slot whose block is needed last is
+overwritten first. The time of an operation here depends only on the blocks of one layer.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ class PendingRequests:
             request.wait()
 
     def wait_ignoring_errors(self) -> None:
-        """Do as `wait`, but raise no errors. `IoRequest.wait` raises them."""
+        """Same as `wait`, but raise no errors. `IoRequest.wait` raises them."""
         for request in self._snapshot():
             with suppress(Exception):
                 request.wait()

@@ -153,7 +153,7 @@ def attention_flops_per_s(
     device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
     """Measure FLOP/s of fused attention, forward and backward. The backward counts twice the FLOPs of the forward, as
-    with matrix products. It has five products for two of the forward, so the rate is lower.
+    with matrix products. It has five products where the forward has two, so the rate is lower.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
     are measured. Rows have at least 1,024 tokens, if these fit, and at most 4,096.

@@ -72,7 +72,7 @@ class Lockstep:
             for thread in threads:
                 thread.start()
             self._wake_next()
-            while not self._has_ended.wait(_POLL_S):  # an interrupt just before a wait is raised only after it
+            while not self._has_ended.wait(_POLL_S):  # an interrupt just before a wait is raised only after the wait
                 pass
         except BaseException as error:
             self._abandon(error)

@@ -285,9 +285,9 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
                     break
                 if (one.requires_grad or other.requires_grad) and _have_common_elements(one, other):
                     raise ValueError(
-                        f"{names[one]} and {names[other]} are two parameters in the same memory, to which torch adds "
-                        "the updates of both, but offload cannot; tie them with one nn.Parameter "
-                        "(b.weight = a.weight), give one a copy (clone()), or leave ensure_weight_tying of PEFT out"
+                        f"{names[one]} and {names[other]} are two parameters in the same memory, which offload cannot "
+                        "update together as torch does; tie them with one nn.Parameter (b.weight = a.weight), give one "
+                        "a copy (clone()), or leave ensure_weight_tying of PEFT out"
                     )
 
 
@@ -325,7 +325,7 @@ def _inside(
 
 def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
     """Return the trainable parameters if they are few and every layer has frozen weights. They stay on the device, so
-    that their updates never make the weights in a layer's slot old."""
+    that their updates never make a layer's slot outdated."""
     trainable = [p for p in parameters if p.requires_grad]
     is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
     has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())

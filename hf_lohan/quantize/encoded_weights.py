@@ -265,7 +265,7 @@ def _byte_of(matrix: EncodedMatrix, element: int) -> int:
 def _decode_matrix_(
     out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor, matrix: EncodedMatrix
 ) -> None:
-    """Do as `PackedForm.decode_`, for one matrix."""
+    """Same as `PackedForm.decode_`, for one matrix."""
     grid = scales[: matrix.grid[0] * matrix.grid[1] * getattr(torch, matrix.scales).itemsize]
     by_block = grid.view(getattr(torch, matrix.scales)).view(matrix.grid)
     zero_points = None

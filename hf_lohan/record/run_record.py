@@ -160,7 +160,7 @@ class RunRecord:
             return ""
         return (
             f"; without offloading it would need {format_bytes(fit.needed_bytes)} of the device's "
-            f"{format_bytes(fit.memory_bytes)}, so it need not be offloaded"
+            f"{format_bytes(fit.memory_bytes)}, so offloading is not needed"
         )
 
     def end_step(self, step: int) -> None:

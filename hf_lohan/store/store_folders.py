@@ -132,8 +132,8 @@ def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> N
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:
-    """Do as `check_sizes`, and also raise `CapacityError` if a file system lacks space for the files. The space of the
-    files ``names`` counts as free."""
+    """Same as `check_sizes`, but also raise `CapacityError` if a file system lacks space for the files. The space of
+    the files ``names`` counts as free."""
     check_sizes(paths, layouts)
     check_free_space(paths, _sum_over_files(layouts), names)
 

@@ -197,7 +197,7 @@ class GradientReduction:
         if (free := self._buffers.try_acquire()) is not None:
             return free[0]
         logger.info(
-            "this rank updates %s and has no gradient of it, but other ranks have one, and all buffers are in use; the "
+            "this rank updates %s, of which only other ranks have a gradient, and all buffers are in use; this "
             "gradient takes %s of RAM that cpu_memory does not count",
             chunk,
             format_bytes(self._buffers.buffer_bytes),

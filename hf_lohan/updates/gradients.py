@@ -190,7 +190,7 @@ class ChunkGradient:
         if self.is_zero:
             return
         for piece in self.chunk.pieces:
-            has_gradient = piece.param_slice in self.slices  # without one this part of the buffer has no values
+            has_gradient = piece.param_slice in self.slices  # without a gradient this part of the buffer has no values
             if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
                 raise NonFiniteGradientError(
                     f"the gradient of {piece.param_slice.name} is not finite, and other blocks have already been "
@@ -331,7 +331,7 @@ class HeldGradients:
         be gone."""
 
     def add_arrived(self, arrived: ArrivedChunk, *, may_stay_coded: bool = False) -> ChunkGradient:
-        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more. With
+        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is no longer held. With
         ``may_stay_coded``, the gradient of a single backward is returned as it arrived."""
         slices = {piece.param_slice for piece in arrived.pieces}
         key = self._key(arrived.chunk)
@@ -484,7 +484,7 @@ class HeldGradients:
         if self._spill_of_sums is None:
             assert self._setup.open_spill_of_sums is not None
             logger.warning(
-                "gradients of %s are summed over several backwards, but memory was taken for one backward per step, "
+                "gradients of %s are summed over several backwards, but memory is allocated for one backward per step, "
                 "so sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
                 dtype,
             )

@@ -222,8 +222,8 @@ class StepTransaction:
         refuses these backwards unless a tensor outside the model requires a gradient."""
         if self._has_taken_gradients:
             raise RuntimeError(
-                "step() was called a second time with the same gradients, which the first call has used; call it once "
-                "for each backward(), or call zero_grad() before it if nothing is to be applied"
+                "step() was called a second time with the same gradients, which the first call has used; call step() "
+                "once for each backward(), or zero_grad() before step() if nothing is to be applied"
             )
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
@@ -260,8 +260,8 @@ class StepTransaction:
         if missing:
             raise ValueError(
                 f"{missing[0]} ({len(missing)} of {len(self._zeroed)} parameters) has no gradient in this step, and "
-                "after zero_grad(set_to_none=False) torch would still move it, by a gradient of zeros, which offload "
-                "does not keep; call zero_grad(), whose default sets gradients to None"
+                "after zero_grad(set_to_none=False) torch would still update it with a gradient of zeros, which "
+                "offload does not keep; call zero_grad(), which sets gradients to None"
             )
 
     def recover(self) -> None:

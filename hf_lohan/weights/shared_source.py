@@ -12,8 +12,8 @@ random, an evaluation of one rank) meet again by themselves. Heads also have the
 rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
 *Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
-the earliest period are served, so a rank that has stepped waits for the others. A rank that changes a block which
-another rank still reads says so, and the reader gets `StaleError`.
+the earliest period are served, so a rank that has stepped waits for the others. If a rank changes a block that another
+rank still reads, it tells the others, and the reader gets `StaleError`.
 """
 
 from __future__ import annotations

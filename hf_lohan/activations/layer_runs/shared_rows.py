@@ -92,7 +92,7 @@ class RowMemory:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._planned_bytes is not None and num_bytes > self._planned_bytes:
             logger.warning(
-                "ranks that share rows take %s for keys, values and their gradients, and the plan counts %s; leave "
+                "ranks that share rows take %s for keys, values and their gradients, but the plan counts %s; leave "
                 "the difference free in RAM",
                 format_bytes(num_bytes),
                 format_bytes(self._planned_bytes),
@@ -115,7 +115,7 @@ class SharedKeys(ChunkKeys):
         """This rank's keys and values, until they are shared."""
         self._shared_sums: list[list[Tensor]] = []
         self.is_complete = False
-        """Whether the keys and values of all ranks are there."""
+        """Whether the keys and values of all ranks are in the shared memory."""
         self._is_on_host = True
 
     def _keep(self, tokens: TokenRange, keys: Tensor, values: Tensor) -> None:

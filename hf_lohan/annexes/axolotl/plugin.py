@@ -144,7 +144,7 @@ def check_run(cfg: Any) -> None:
     """Raise ConfigError for wrong offload settings, and for settings of axolotl that offload does not support."""
     settings = settings_in(cfg)
     if not isinstance(settings, str | dict):
-        raise ConfigError(f"lohan: {settings!r} is no offload configuration; write lohan: lohan, a file or a table")
+        raise ConfigError(f"lohan: {settings!r} is not an offload configuration; write lohan: lohan, a file or a table")
     OffloadConfig.load(settings)
     for name, why in _REFUSED.items():
         if cfg.get(name):

@@ -49,7 +49,7 @@ COMMITTED_BYTES_PER_S = 2e6
 """Commits may write at this rate on average. It is a quarter of the rate that wears out a consumer drive with an
 endurance of 1.2 PB in the five years of its warranty."""
 LITTLE_S, LITTLE_BYTES = 0.25, 64 << 20
-"""Every step is committed if that lengthens it by less than this time and adds fewer written bytes than this."""
+"""Every step is committed if this takes less than `LITTLE_S` and writes less than `LITTLE_BYTES` in addition."""
 AS_FAST = 1.03
 """A plan that writes less to the drives may take at most this many times as long as the fastest."""
 EQUALLY_FAST = 1 + 1e-9
