@@ -332,8 +332,8 @@ def _provider_of(parameter: nn.Parameter) -> WeightProvider | None:
 
 
 def _by_provider(parameters: Iterable[nn.Parameter], name: str) -> dict[WeightProvider, list[nn.Parameter]]:
-    """Group absent parameters by their model's provider. Raises RuntimeError if a model is gone; the error says that
-    the function ``name`` was called."""
+    """Group absent parameters by their model's provider. Raises RuntimeError if a model was deleted. The error names
+    the function ``name``."""
     groups: dict[WeightProvider, list[nn.Parameter]] = {}
     for parameter in parameters:
         provider = _provider_of(parameter)

@@ -29,7 +29,7 @@ a hole in the heap. No tensor of the same size fits into it, because glibc needs
 the heap would grow by all bytes that a forward swaps."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
-"""Memory in RAM or None, an offset on the SSD, and a function that frees this room."""
+"""Memory in RAM or None, an offset on the SSD, and a function that frees either."""
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class _Spill:
 class ActivationSwapper:
     """Swaps tensors out (`swap_out`) and in (`prefetch`, then `swap_in`). Swapping in is fastest in reverse order.
 
-    The computing thread calls it; on CUDA also autograd's thread, but not both at once. Copies and I/O run in a thread
-    of the swapper.
+    The computing thread calls it, and on CUDA also autograd's thread, but not both at once. Copies and I/O run in a
+    thread of the swapper.
     """
 
     def __init__(self, device: Device, ram: HostStack | None = None) -> None:
@@ -223,7 +223,7 @@ class ActivationSwapper:
             else:
                 self._spill_out(swapped, flat)
         except BaseException as error:
-            swapped.error = error  # swap_in raises it; this thread continues
+            swapped.error = error  # swap_in raises it, and this thread continues
         finally:
             if swapped.direct_bytes:  # its memory is read until the first write is done
                 swapped.writes[0].add_done_callback(partial(_end_store, swapped))

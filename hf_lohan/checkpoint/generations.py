@@ -46,7 +46,7 @@ def is_resumable(commit: Commit) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """Facts about a commit of a store. A rank tells them to the other ranks."""
+    """Facts about a commit of a store. A rank sends them to the other ranks."""
 
     group_id: str
     number: int
@@ -176,7 +176,7 @@ class RunStores:
     """"own": each rank of this run has its store. "reshardable": all stores are there, but for another number of ranks
     or in other places. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
     directories: Sequence[Sequence[str]] = field(repr=False)
-    """Lists of ssd paths, without a rank's folder. The first list is that of this rank."""
+    """Lists of ssd paths, without a rank's folder. The first list is this rank's."""
     generation: int = 0
     """Generation of the stores of this run. With "reshardable" and "lost", the run must still create these stores."""
     found: StoreSet | None = field(default=None, repr=False)
@@ -185,7 +185,7 @@ class RunStores:
     is_of_launch: bool = False
     """Whether an earlier attempt of this launch has committed to the found stores."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    """Maps (rank of this run, rank of a found store) to the folders in which the first sees the store of the second."""
+    """Maps (rank of this run, rank of a found store) to the folders in which the former rank sees this store."""
     unneeded: tuple[SeenStore, ...] = field(default=(), repr=False)
     """Older stores and incomplete copies, which no run needs."""
 
@@ -369,7 +369,7 @@ def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> See
 
 def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -> tuple[StoreSet | None, str]:
     """Return the stores that continue and "". If a part of them is gone, return the rest and the reason why no step can
-    be resumed. The caller is ``rank`` of ``num_ranks``; both are None for a process that runs alone."""
+    be resumed. The caller is ``rank`` of ``num_ranks``. Both are None for a process that runs alone."""
     unsure: StoreSet | None = None
     for generation in sorted({one.generation for one in sets}, reverse=True):
         here = [one for one in sets if one.generation == generation]

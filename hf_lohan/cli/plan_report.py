@@ -418,12 +418,12 @@ def _parked(planned: PlannedRun) -> Iterable[str]:
 
 
 def _rows(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on the rows of embeddings that come to the device."""
+    """Yield a sentence on the rows of embeddings that are copied to the device."""
     for block in planned.profile.blocks:
         if block.rows is not None:
             yield (
-                f"Embeddings take {format_bytes(block.param_bytes)}. Only the rows of a micro-batch's tokens come to "
-                f"the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM, "
+                f"Embeddings take {format_bytes(block.param_bytes)}. Only the rows of a micro-batch's tokens are "
+                f"copied to the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM, "
                 f"{format_bytes(block.rows.read_bytes)} are read for these rows."
             )
 

@@ -111,7 +111,7 @@ class OffloadConfig:
         AUTO, check_size, here=lambda _, free: ram_of_auto(free.host_memory_bytes, memory_is_host=free.memory_is_host)
     )
     """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
-    all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other things, such as workers of the data loader.
+    all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other uses, such as workers of the data loader.
     If the device computes in host memory, "auto" is 60%."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
@@ -166,7 +166,7 @@ class OffloadConfig:
 
     embedding: Embedding = setting(AUTO, choice(Embedding))
     """How the input embeddings are loaded to the device. "whole" loads the table. "rows" loads only the rows of a
-    batch's tokens, and only the gradients of these rows leave the device. With several ranks, each row comes from the
+    batch's tokens, and only the gradients of these rows leave the device. With several ranks, each row is sent by the
     rank that owns it. Only rows are sent between machines, and `ranks.collectives` never rounds them. "rows" changes no
     number on a CPU. On a GPU, with one rank, the norm for clipping sums the table's gradient in another order. A table
     is always loaded whole if it is tied to the head or not only used for lookups. "auto" is "whole"."""

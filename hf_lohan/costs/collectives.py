@@ -1,7 +1,7 @@
 """The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Numbers of bytes are those that one node sends (its *egress*). A node receives
+once for each node, not for each rank. Numbers of bytes are sent by one node (its *egress*). A node receives
 the same number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
@@ -200,15 +200,15 @@ def collectives_of_word(word: str) -> Collectives:
 
 def all_ways() -> tuple[Collectives, ...]:
     """Return all ways to exchange weights and gradients between nodes, and the ways of ZeRO++ that also round within
-    nodes. Ways that round nothing come first."""
+    nodes. Ways that round nothing are first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
     return (*sorted(ways, key=lambda way: not way.is_exact), *ZERO_PLUS_PLUS.open_ways())
 
 
 def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) -> tuple[Collectives, ...]:
-    """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, one of all nodes
-    is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups that are
-    not whole nodes, or not equal, and for groups of several nodes if ``asked`` has only "delta"."""
+    """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, a group of all
+    nodes is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups
+    that are not whole nodes, or not equal, and for groups of several nodes if ``asked`` has only "delta"."""
     ways, groups_of_delta = [], []
     for way in asked:
         group, num_ranks = way.group_ranks, num_nodes * num_local

@@ -196,7 +196,7 @@ def shared_segments(
 
 def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank: int) -> int | None:
     """Return the index of the segment whose move to another rank evens out a difference of ``gap`` rows best; None if
-    no move does. ``segments`` are sorted. Among the longest segments, one with the other rank's own rows comes first,
+    no move does. ``segments`` are sorted. Among the longest segments, one with the other rank's own rows is preferred,
     because these rows need not be sent."""
     longer = bisect_left(segments, (gap // 2 + 1,))
     place = longer - 1

@@ -39,7 +39,7 @@ NCCL_MOST_CHANNELS = 8
 """Number of NCCL's channels to each other GPU: 2 over PCIe, and 2 for each NVLink connection (`paths.cc`). An RTX 3090
 has 4 connections. Server cards have more."""
 NCCL_OWN_BYTES = 128 << 20
-"""NCCL's kernels and its communicator. An assumption; not measured."""
+"""NCCL's kernels and its communicator. Assumed, not measured."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 """cuBLAS workspaces of each further thread, for micro-batches that run together."""
 _WORKSPACES_SHARE = 16

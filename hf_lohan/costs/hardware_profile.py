@@ -109,8 +109,8 @@ class HardwareProfile:
 
     @property
     def gpus_share_links(self) -> bool:
-        """Whether bytes between GPUs use the links between RAM and devices, as over PCIe. If the rate between GPUs is
-        higher than that of these links, it belongs to another link."""
+        """Whether bytes between GPUs use the links between RAM and devices, as over PCIe. A rate between GPUs that is
+        higher than the rate of these links belongs to another link."""
         return self.gpu_link != "nvlink" and self.between_gpus_bytes_per_s <= self._slower_copy_bytes_per_s
 
     @property
@@ -152,7 +152,7 @@ _SSD_LIST = 'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s"
 
 
 def with_changed(profile: Profile, change: Callable[[float], float], *names: str) -> Profile:
-    """Return the profile with ``change`` applied to rates or sizes. Unknown ones stay unknown."""
+    """Return the profile with ``change`` applied to rates or sizes. Unknown values stay unknown."""
     known = {name: value for name in names if (value := getattr(profile, name)) is not None}
     fresh: dict[str, Any] = {name: change(value) for name, value in known.items()}
     return replace(profile, **fresh)
@@ -169,7 +169,7 @@ def _written(profile: Any) -> dict[str, Any]:
 
 
 def _read(kind: type[Profile], values: object, path: str, also: tuple[str, ...] = ()) -> Profile:
-    """Read the profile of this kind at `path`. The ending of a key says its unit."""
+    """Read the profile of this kind at `path`. The end of a key is its unit."""
     section = Section(values, path, [*_keys(kind), *also])
     return kind(**{field.name: _value_of(section, field) for field in fields(kind)})
 

@@ -252,7 +252,7 @@ class ModelProfile:
 
     @property
     def num_dense_params(self) -> int:
-        """Number of parameters without those of streamed experts."""
+        """Number of parameters outside streamed experts."""
         return sum(block.num_params for block in self.blocks)
 
     @property

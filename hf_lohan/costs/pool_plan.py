@@ -207,8 +207,8 @@ class PoolRequest:
         return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel) + self.added_bytes(chunk_numel)
 
     def added_bytes(self, chunk_numel: int) -> int:
-        """Return the device memory for gradients that devices add: those that arrive, those of other devices, and their
-        sum."""
+        """Return the device memory for gradients that devices add: arriving gradients, gradients of other devices, and
+        their sum."""
         if self.num_adding_devices == 1:
             return 0
         num_buffers = _num_arrival_buffers(self, chunk_numel) + self.num_adding_devices
@@ -474,7 +474,7 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
-    """Return the number of buffers that arriving gradients need beside held ones, so that a step always makes progress.
+    """Return the number of buffers of arriving gradients besides held gradients, so that a step always makes progress.
 
     A parameter fills all chunks inside it at the same time. A chunk that it shares with neighbours waits for their
     gradients, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the

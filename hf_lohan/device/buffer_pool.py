@@ -49,8 +49,8 @@ class BufferPool:
     """`num_buffers` buffers of `buffer_bytes` each, in the device's host memory or in `memory`, which is a page-aligned
     uint8 tensor [num_buffers * buffer_bytes] from which the device can copy.
 
-    A half comes from a split buffer if one has a free half. A buffer becomes whole when both halves are returned, so n
-    borrowed halves split at most n buffers.
+    A half is taken from a split buffer if one has a free half. A buffer becomes whole when both halves are returned, so
+    n borrowed halves split at most n buffers.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class _Span:
 
 class HostPinning:
     """Pins host memory with cudaHostRegister, which does not round sizes. WSL2 and low memlock limits may refuse a
-    buffer; after that only smaller buffers are tried."""
+    buffer. After that only smaller buffers are tried."""
 
     def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
         """``take_error`` clears the CUDA error of this thread's last call."""

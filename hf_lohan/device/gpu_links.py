@@ -40,7 +40,7 @@ class GpuLink:
 
 
 def links_between_gpus() -> list[GpuLink]:
-    """Return the links of all pairs of GPUs that this process may use. A link is NVLink if nvidia-smi says so."""
+    """Return the links of all pairs of GPUs that this process may use. A link is NVLink if nvidia-smi shows NVLink."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     with_nvlink = _pairs_with_nvlink() if pairs else set()
     return [GpuLink(first, second, _kind(first, second, with_nvlink)) for first, second in pairs]

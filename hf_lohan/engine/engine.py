@@ -300,7 +300,7 @@ class OffloadEngine:
         return self._ring.high_water_bytes
 
     def forget_weights(self) -> None:
-        """Forget loaded weights, because the store's parameters were replaced by those of a checkpoint."""
+        """Forget loaded weights, because a checkpoint's parameters replaced the store's parameters."""
         self._ring.end_step(self.layout.blocks, WeightChange.WRITE)
 
     @property

@@ -1,5 +1,5 @@
 """Tracks a pass through a model: the forwards and backwards in progress, and the blocks that they use.
-`OneForward` runs one forward at a time; `micro_batches` runs several."""
+`OneForward` runs one forward at a time, and `micro_batches` runs several."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class ModelPass:
         self._parts.prefetcher.cancel_pass()
         if self.phase is not PassPhase.FORWARD:
             self._parts.step.abandon_broken()
-        # This comes last, so that the method runs again if an interrupt ends it.
+        # This is last, so that the method runs again if an interrupt ends it.
         self.phase = PassPhase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None

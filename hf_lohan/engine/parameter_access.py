@@ -61,7 +61,7 @@ def packed_weight_error(name: str, form: PackedForm) -> ValueError:
 
 
 def another_base_error(folder: str, name: str) -> ForeignStoreError:
-    """Return the error for a model whose frozen weights differ from those of the run with steps in ``folder``.
+    """Return the error for a model whose frozen weights differ from the run with steps in ``folder``.
     ``name``: the first weight that differs."""
     return ForeignStoreError(
         f"{folder} holds the steps of a run over another base: its frozen weights differ from those of this model, "
@@ -173,8 +173,8 @@ class ParameterAccess:
         return all(part.packed is None or part.packed.takes_rows for _, part in self.parts[name])
 
     def _pack(self, block: Block, part: ParamSlice, first: int, values: Tensor) -> None:
-        """Pack the elements of a part from ``first`` on and store them. Elements must come in order, and all at once if
-        the form packs only whole weights."""
+        """Pack the elements of a part from ``first`` on and store them. Elements must be passed in order, and all at
+        once if the form packs only whole weights."""
         form = part.packed
         assert form is not None
         begin, end = block.rank_ranges[self._links.ranks.rank]
@@ -509,7 +509,7 @@ def _free_parameter(parameter: nn.Parameter) -> None:
 
 class CollectiveReads:
     """Reads weights with all ranks together, because each rank stores a part of every weight. Rank 0 (`leading`)
-    chooses the order and tells the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
+    chooses the order and sends it to the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
 
     def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
         """`access` is called for each weight, because an engine waits for the weight's updates in this call."""
@@ -550,7 +550,7 @@ class CollectiveReads:
         try:
             yield
         except BaseException as error:
-            with suppress(RankFailedError):  # another rank may have ended because of this one
+            with suppress(RankFailedError):  # another rank may have ended because of this rank
                 self._announce("failed", f"{type(error).__name__}: {error}")
             raise
         self._announce()

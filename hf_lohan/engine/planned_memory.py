@@ -96,7 +96,7 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave more RAM to keys and values if shared rows are longer than earlier ones. Raises RuntimeError if
+        """Leave more RAM to keys and values if shared rows are longer than earlier rows. Raises RuntimeError if
         activations of an earlier forward are still in this RAM."""
         if (rows := self._tiers.row_memory) is None:
             return
@@ -129,7 +129,7 @@ class PlannedMemory:
         self.layout = self.layout.decided()
         try:
             self._on_decided(self.layout)
-        except Exception as error:  # the other ranks wait for this one
+        except Exception as error:  # the other ranks wait for this rank
             self._tiers.links.fail(error)
             raise
         names = [(record.block, record.kind) for record in self.layout.resident_records]

@@ -66,7 +66,7 @@ class LinkCodecs:
         """Codec for weights, if only the changes of a step are sent."""
         self.gradients: MeasuredCodec | None = None
         self.weights_within: MeasuredCodec | None = None
-        """Codec for weights on their way to the device."""
+        """Codec for weights that are sent to the device."""
         self.gradients_within: MeasuredCodec | None = None
         ranks, within = links.ranks, collectives.within
         if ranks.num_ranks == 1 and collectives != Collectives():

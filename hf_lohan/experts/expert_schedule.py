@@ -74,7 +74,7 @@ class Frequencies:
 
     @property
     def most_used(self) -> dict[int, None]:
-        """The most used experts in falling order of use. Their number is that of the last pass's experts."""
+        """The most used experts in falling order of use. There are as many as the last pass used."""
         if self._most_used is None:
             counts = self._log_counts
             most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
@@ -301,7 +301,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
 
     @property
     def place(self) -> int:
-        """The place of the running call, or of the next one."""
+        """The place of the running call, or of the next call."""
         return 2 * self._pass.visit if self._pass is not None else 0
 
     @property
@@ -341,7 +341,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
-        """Return the first missing block of the coming visits, or None. After a training pass nothing is loaded before
+        """Return the first missing block of the next visits, or None. After a training pass nothing is loaded before
         the next pass is foreseen, because its weights do not exist yet."""
         now = self._pass
         if now is None:
@@ -378,7 +378,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
 
     def _scan(self, now: _Pass, visit: int) -> _Scan:
         """Return the experts of a visit in the order of loading. A backward loads them in the reverse order of the
-        forward, because the last ones may still be in slots."""
+        forward, because the last experts may still be in slots."""
         layer = self._layer_at(now, visit)
         left = now.left if visit == now.visit and now.call is not None else {}
         if visit < len(self._layers):

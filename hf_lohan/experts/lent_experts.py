@@ -108,7 +108,7 @@ class Lending:
 
     def end_half(self, what: str) -> None:
         """Tell the ranks of this node that this rank has done its part of a half. ``what`` completes "rank 0 waited for
-        ...". A rank without a part in the next half may end the next half before all ranks have ended this one."""
+        ...". A rank without a part in the next half may end the next half before all ranks have ended this half."""
         barrier = torch.distributed.BarrierOptions()
         self._begun = self._lane.begin(what, lambda group: group.barrier(barrier))
 

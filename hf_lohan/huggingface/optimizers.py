@@ -198,8 +198,8 @@ def check_given(optimizer: torch.optim.Optimizer) -> None:
     _rule_of(name, optimizer.param_groups)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
-            f"this {name} has already taken a step, and only a new optimizer can be offloaded; make a new one, or "
-            "resume from a checkpoint that was saved under offload"
+            f"this {name} has already taken a step, and only a new optimizer can be offloaded; make a new optimizer, "
+            "or resume from a checkpoint that was saved under offload"
         )
 
 

@@ -344,6 +344,6 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
     for rank, num in enumerate(nums):
         if num != nums[0]:
             raise ValueError(
-                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other "
-                "forever; let accelerate prepare the data loader, or give each rank the same number"
+                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one rank would wait for the "
+                "other forever; let accelerate prepare the data loader, or give each rank the same number"
             )

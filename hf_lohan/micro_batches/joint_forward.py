@@ -220,7 +220,7 @@ class JointForward:
         return self._leaves.leaf_of_rows(self._lockstep.running, block, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
-        """Let the other micro-batches catch up before this one enters blocks that share a slot with others."""
+        """Let the other micro-batches catch up before this micro-batch enters blocks that share a slot with others."""
         progress = self._progress[self._lockstep.running]
         is_in_head = self._separate_heads and progress.num_layers == self._num_layers
         if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
@@ -299,7 +299,7 @@ class JointForward:
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
     def _on_block_done(self, block: Block) -> None:
-        # A block outside the layers may be used before and after them, so more gradients may come.
+        # A block outside the layers may be used before and after them, so more gradients may arrive.
         if block.size_class is SizeClass.LAYER:
             self._sums.complete(block)
 

@@ -25,7 +25,7 @@ _LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # a name, because this package
 _REVERSIBLE = frozenset({"ReformerModel"})
 """Names of classes whose backward runs the layers again in an autograd function."""
 _ADAPTER_FRACTION = 1 / 16
-"""If less than this fraction of all parameters is trainable, the trainable ones count as adapters."""
+"""If less than this fraction of all parameters is trainable, the trainable parameters count as adapters."""
 _RESIDENT_FRACTION = 1 / 16
 """Size relative to a layer below which a module outside the layers stays on the device instead of in a slot."""
 
@@ -55,7 +55,7 @@ class ModelBlocks:
 
     @property
     def table(self) -> Block | None:
-        """The block that comes to the device as rows only. No module with hooks needs it."""
+        """The block of which only rows are loaded to the device. No module with hooks needs it."""
         return next((block for block in self.blocks if block.size_class is SizeClass.ROWS), None)
 
     @property
@@ -177,9 +177,9 @@ def discover_blocks(
 
     `working_dtype` is the dtype of all parameters except integers and those in `kept_in_float32`. With None, each
     parameter keeps its dtype. A block has parameters of one dtype and one rule, so a module with several has several
-    blocks. `by_rows` is the weight that comes to the device as rows only (`table_of_rows`), unless it stays there.
-    `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
-    that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
+    blocks. `by_rows` is the weight of which only rows are loaded to the device (`table_of_rows`), unless it stays
+    there. `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a
+    dtype that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -76,7 +76,7 @@ _WHOLE_LAYERS_SHARE = 2
 `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits in float32 take 1 / `_CHUNK_SHARE` of `gpu_memory`, but at most this. Larger ones are not faster."""
+"""A chunk's logits in float32 take 1 / `_CHUNK_SHARE` of `gpu_memory`, but at most this. Larger sizes are no faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Bytes of a node's host memory that blocks pass through on their way to the node's ranks."""
+    """Bytes of a node's host memory for blocks in transit to the node's ranks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0

@@ -68,7 +68,7 @@ NUM_STEPS_TIMED = 2
 NUM_STEPS_TRIED = 3
 """Number of timed steps of a plan on trial. The step before these is not timed."""
 _WORTH_TRYING = 0.97
-"""Another plan is tried if its step takes less than this share of the present one."""
+"""Another plan is tried if its step takes less than this share of the present plan's step."""
 _WORTH_MEASURING_S = 60.0
 """Measuring hardware well takes a few seconds. For a run that is shorter than this, hardware is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
@@ -114,7 +114,7 @@ class RunPlan:
         self.fused: Fusion | None = None
         """How the run's layers fuse the operations between products."""
         self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
-        """`fused` of the run that this one continues. Commits of earlier versions do not have it."""
+        """`fused` of the run that this run continues. Commits of earlier versions do not have it."""
         self.chunks: ChunkedLayers | None = None
         """The layers that may run in chunks. There may be none."""
         self.chunk_tokens: int | None = None
@@ -132,7 +132,7 @@ class RunPlan:
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
-        """The plan before the one on trial; None if no plan is on trial."""
+        """The plan before the plan on trial; None if no plan is on trial."""
         self._num_before_trial = 0
         self._failure = ""
         """Why the last step could not be planned."""
@@ -264,7 +264,7 @@ class RunPlan:
 
     @property
     def _needs_plan(self) -> str | None:
-        """A sentence that says why a step needs a plan, and how to do without one. None if a step needs no plan."""
+        """A sentence that says why a step needs a plan, and how to do without a plan. None if a step needs no plan."""
         if self._config.device_memory != AUTO:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also

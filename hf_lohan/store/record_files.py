@@ -119,8 +119,8 @@ class RecordFiles:
         """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on. Drafts are read in
         preference to committed elements. Urgent reads overtake other reads.
 
-        Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from those that
-        were written. Nothing may use device memory when a read to it starts.
+        Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from the written
+        bytes. Nothing may use device memory when a read to it starts.
         """
         return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 

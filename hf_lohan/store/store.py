@@ -252,7 +252,7 @@ class Store(RecordFiles):
         self._commits.count_from(number, group_id)
 
     def restore_commit(self, commit: Commit | None) -> None:
-        """Return to ``commit``, one of `kept_commits`, and forget later ones. With None the store has no commit
+        """Return to ``commit``, one of `kept_commits`, and forget later commits. With None the store has no commit
         afterwards. Call this before records have copies in RAM."""
         assert not self.ram.copies, "copies in RAM belong to the last commit"
         self.wait_until_idle()

@@ -47,7 +47,7 @@ DATA_NAMES = (*HOME_NAMES, *map(scratch_file_name, SCRATCH_NAMES))
 def last_commit(paths: Sequence[str]) -> Commit | None:
     """Return the last commit of the store in ``paths``; None if no store or no commit exists. This takes no lock and
     changes nothing, so a run may continue meanwhile. Raises `StorageError` or `ForeignStoreError` if the files are
-    damaged, belong to several stores, or are only a part of one."""
+    damaged, belong to several stores, or are only a part of a store."""
     committed = _committed(paths)
     return None if committed is None else committed[0]
 

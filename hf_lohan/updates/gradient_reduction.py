@@ -35,9 +35,9 @@ Apply = Callable[[ChunkGradient], object]
 
 
 class GradientReduction:
-    """Averages gradients over all ranks. Chunks come in any order. A gradient goes unchanged to the owner of its chunk,
-    and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the sums of
-    the same backwards in one process to the bit if the number of ranks is a power of two."""
+    """Averages gradients over all ranks. Chunks may arrive in any order. A gradient goes unchanged to the owner of its
+    chunk, and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the
+    sums of the same backwards in one process to the bit if the number of ranks is a power of two."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class GradientReduction:
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
-        """Forget the gradients whose averages will not come."""
+        """Forget the gradients whose averages will not arrive."""
         while self._waiting:
             _, (gradient, _, on_unwanted) = self._waiting.popitem()
             assert gradient.buffer is not None
@@ -231,7 +231,7 @@ class GradientReduction:
         self._exchange.begin_next()
 
     def fail(self, error: BaseException) -> None:
-        """Tell other ranks that this one cannot continue. Any thread may call this."""
+        """Tell other ranks that this rank cannot continue. Any thread may call this."""
         self._links.fail(error)
 
     def close(self) -> None:

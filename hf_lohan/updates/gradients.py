@@ -171,7 +171,7 @@ class ChunkGradient:
 
     @property
     def published_values(self) -> Tensor:
-        """The values that other ranks get: `values`, or those in device memory."""
+        """The values that other ranks get: `values`, or the values in device memory."""
         return self.values if self.on_device is None else self.on_device.view(self.dtype, self.chunk.numel)
 
     def leave_device(self) -> bool:

@@ -103,7 +103,7 @@ class Delivery:
         self.copying.clear()
 
     def end_delivery(self, error: BaseException | None) -> None:
-        """End the delivery, because no more chunks will come. Called by the updates."""
+        """End the delivery, because no more chunks will be delivered. Called by the updates."""
         with self._lock:
             self._has_ended, self._error = True, error
             on_delivered = self._on_delivered

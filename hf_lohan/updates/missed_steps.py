@@ -65,8 +65,8 @@ class MissedSteps:
         self._most = most
         self._from_share = from_share
         self._left_out_share: float | None = None
-        """Moving average of the fraction of lazy chunks without a gradient. The newest step has weight 1/2, the one
-        before 1/4, and so on."""
+        """Moving average of the fraction of lazy chunks without a gradient. The newest step has weight 1/2, the step
+        before it 1/4, and so on."""
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""

@@ -134,7 +134,7 @@ class StepTransaction:
         return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
 
     def clip_by(self, way: ClipWay) -> None:
-        """Clip in this way from the next step on, or from this one if none of its gradients has arrived."""
+        """Clip in this way from the next step on, or from this step if none of its gradients has arrived."""
         self._clip_history.clip_by(way)
         if not self._pipeline.has_gradients:
             self._pipeline.set_speculation(self._clip_history.speculates)
@@ -267,7 +267,7 @@ class StepTransaction:
     def recover(self) -> None:
         """Abandon the rest of the step if an exception ended a method."""
         if self._is_ending:
-            # The pipeline takes a step whole or not at all. It may have taken this one.
+            # The pipeline takes a step whole or not at all. It may have taken this step.
             self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True

@@ -99,7 +99,7 @@ class PassSchedule(ABC, Generic[PassT]):
         self.version += 1
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """Begin the pass. An evaluation may come between a training forward and its backward, if a loss uses the model
+        """Begin the pass. An evaluation may run between a training forward and its backward, if a loss uses the model
         as its own reference. The training pass continues afterwards."""
         running = self._pass
         if not is_training and running is not None and running.is_training and running.has_begun:

@@ -6,7 +6,7 @@ each rank broadcasts its shard to the ranks with the same local number (`node_sh
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
 block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block, or waits
-for others, all begin to load each block that some rank wants. The rank with the fewest loads comes first. A rank keeps
+for others, all begin to load each block that some rank wants. The rank with the fewest loads is first. A rank keeps
 the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped at
 random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
 rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
@@ -148,7 +148,7 @@ class SharedWeights(Rounds):
         decoder: Decoder | None = None,
         transport: DeviceLane | None = None,
     ) -> None:
-        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
+        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`. It writes to host memory.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
         bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
@@ -424,7 +424,7 @@ class SharedWeights(Rounds):
 
     def _fill(self, load: _SharedLoad, *, has_begun: bool) -> None:
         """Put this rank's shard into the memory of the node, and send it to other nodes. One thread does this for one
-        load after the other, while the drive reads for later ones, and shards of earlier ones are on their way."""
+        load after the other, while the drive reads for later loads, and shards of earlier loads are in transit."""
         try:
             if not has_begun or self._parts.takes_memory(is_kept=load.is_kept, keeps=load.keeps):
                 self._wait_for_earlier(load)

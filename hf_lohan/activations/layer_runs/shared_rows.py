@@ -25,7 +25,7 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_KEY_PLACES = 2
-"""Number of places for keys and values, which are used in turn. A rank may write to one while another rank still reads
+"""Number of buffers for keys and values, which are used in turn. A rank may write to one while another rank still reads
 the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
 
 
@@ -44,7 +44,7 @@ def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
 
 
 class RowMemory:
-    """Memory that the ranks of one row share. It has two places for keys and values, and sums of gradients of each
+    """Memory that the ranks of one row share. It has two buffers for keys and values, and sums of gradients of each
     rank. It grows when a layer needs more."""
 
     def __init__(self, links: RowLinks, device: Device) -> None:
@@ -55,8 +55,8 @@ class RowMemory:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
-        """Size of a place, and size of a rank's sums. They never shrink, because that would move the places, and a rank
-        may still read from a place of an earlier layer."""
+        """Size of a buffer, and size of a rank's sums. They never shrink, because that would move the buffers, and a
+        rank may still read from a buffer of an earlier layer."""
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ class RowMemory:
         self._planned_bytes = num_bytes
 
     def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Return keys and values of these shapes in the next place, and the float32 sums of each rank. All ranks of
+        """Return keys and values of these shapes in the next buffer, and the float32 sums of each rank. All ranks of
         the row call this with equal shapes."""
         numels = [torch.Size(shape).numel() for shape in shapes]
         place_bytes, sum_bytes = (_aligned(sum(numels) * size) for size in (dtype.itemsize, torch.float32.itemsize))
@@ -78,7 +78,7 @@ class RowMemory:
 
         def split(first_byte: int, of_type: torch.dtype) -> list[Tensor]:
             flat = self._bytes[first_byte : first_byte + sum(numels) * of_type.itemsize].view(of_type)
-            # Autograd must not count writes to other places, or writes by other ranks, as writes to these tensors.
+            # Autograd must not count writes to other buffers, or writes by other ranks, as writes to these tensors.
             return [part.view(*shape).data for part, shape in zip(flat.split(numels), shapes, strict=True)]
 
         sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]

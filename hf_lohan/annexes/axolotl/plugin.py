@@ -57,12 +57,12 @@ _REFUSED = {
 _REFUSED_VALUES = {
     "bf16": (("full",), "casts the whole model, whose weights are in the store; write bf16: true"),
     "gradient_checkpointing": (("offload", "offload_disk"), "is done by offload, as planned; write true, or nothing"),
-    "nf4_backend": (("torchao",), "is not the NF4 of offload, which equals that of bitsandbytes; leave it out"),
+    "nf4_backend": (("torchao",), "is not the NF4 of offload and bitsandbytes; leave it out"),
     "experts_implementation": (("scattermoe", "sonicmoe"), _READS_LATER),
 }
 _REFUSED_PLUGINS = {
     "cut_cross_entropy": _READS_LATER,
-    "grokfast": "changes gradients, but these leave the device before it sees them; leave it out",
+    "grokfast": "changes gradients, but these leave the device before the plugin reads them; leave it out",
     "llm_compressor": _CHANGES,
 }
 """axolotl's own plugins that are refused under offload."""

@@ -41,7 +41,7 @@ class StepOperation:
         if self.flops:
             if "attention" not in self.name or hardware.device.attention_flops_per_s is None:
                 return hardware.device.compute_s(self.flops)
-            # The rate counts a backward as 2 forwards, but its FLOPs are those of 5/2 forwards.
+            # The rate counts a backward as 2 forwards, but its FLOPs equal 5/2 forwards.
             flops = self.flops * 4 / 5 if "backward" in self.name else self.flops
             return hardware.device.compute_s(flops, flops)
         return self.moved_bytes / (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S)

@@ -1,8 +1,8 @@
 """Lists the ways to keep, swap and recompute the activations of one model.
 
 Layers are alike, so operations are grouped into *kinds* with equal costs and equal bytes. A candidate has the number of
-swapped operations of each kind. Operations are swapped from the first layer on, because the first layers' outputs have
-the most time to come back. They are kept from the last layer back, because backward needs the last layers' outputs
+swapped operations of each kind. Operations are swapped from the first layer on, because backward needs the first
+layers' outputs last. They are kept from the last layer back, because backward needs the last layers' outputs
 first.
 """
 
@@ -20,7 +20,7 @@ from hf_lohan.costs.offload_plan import Activations
 from hf_lohan.costs.step.step_costs import Values
 
 MAX_MIXTURES = 4096
-"""Up to this number of mixtures of kinds, all are tried. With more, the ranked candidates come within one output of the
+"""Up to this number of mixtures of kinds, all are tried. With more, the ranked candidates are within one output of the
 best."""
 
 Counts = npt.NDArray[np.int64]

@@ -161,7 +161,7 @@ class _Search:
         )
         refusal = explain(least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)))
         if refusal is not None:
-            all_ways = [(least, np.zeros_like(working))]  # this choice comes closest to fitting
+            all_ways = [(least, np.zeros_like(working))]  # this choice is closest to fitting
         best = self._best_of(all_ways, ignores_drives=refusal is not None)
         if math.isinf(best.step_s):  # nothing that fits the device also fits the drives
             refusal = explain(least_swapped_bytes=int(least.swapped_bytes[working.argmin()]))

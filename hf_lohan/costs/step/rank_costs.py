@@ -186,7 +186,7 @@ class RankStepCosts(StepCosts):
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
         # With "delta", a node adds the received change to the previous step's weights. The previous weights of other
-        # nodes are in its local copy, so it reads them too.
+        # nodes are in its local copy, so the node reads them too.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
@@ -249,7 +249,7 @@ class RankStepCosts(StepCosts):
 
     def _from_other_devices(self, load: ResourceUse, num_bytes: float) -> ResourceUse:
         """Return the load of a pass that brings ``num_bytes`` of weights to each device. Without a transport between
-        devices, all of them come from RAM."""
+        devices, all weights are copied from RAM."""
         gathered_bytes = self._from_devices * num_bytes
         return replace(
             load, h2d_bytes=load.h2d_bytes - gathered_bytes, gathered_bytes=load.gathered_bytes + gathered_bytes

@@ -47,7 +47,7 @@ class Choice:
     """The differences between candidates that cost time."""
 
     swapped_bytes: Values
-    """A: activations that leave the device and come back, in each micro-batch."""
+    """A: activations that leave the device and return, in each micro-batch."""
     spilled_bytes: Values
     """aA: the part of A that goes to the SSD."""
     recompute_s: Values
@@ -168,8 +168,8 @@ def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 def lending_layers(model: ModelProfile, hardware: HardwareProfile) -> list[BlockProfile]:
     """Return the layers whose slots updates in backward borrow, if slots are enough. A layer lends its slot if the
-    layer before it in backward has given back its own (`SlotRing.borrow_slot`). If the device computes while the host
-    goes on, every second layer lends its slot."""
+    layer before it in backward has returned its slot (`SlotRing.borrow_slot`). If the device computes while the host
+    continues, every second layer lends its slot."""
     trained = [layer for layer in reversed(model.layers) if layer.num_trainable_params]
     return trained if hardware.device.shares_cpu else trained[::2]
 

@@ -282,7 +282,7 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def transposed_weights(model: nn.Module) -> Collection[str]:
-    """Return the names of weights that bitsandbytes packs transposed, which are those of `Conv1D`. The files do not
+    """Return the names of weights that bitsandbytes packs transposed, which are weights of `Conv1D`. The files do not
     show which weights these are. The model may be on the meta device."""
     return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
 

@@ -106,7 +106,7 @@ class WeightSink:
     def _check_dtype(self, name: str, weight: Tensor) -> None:
         if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
             raise ValueError(
-                f"{name} is loaded with dtype {weight.dtype}, but the model's config says {self._dtype_of(name)}; "
+                f"{name} is loaded with dtype {weight.dtype}, but the model's config has {self._dtype_of(name)}; "
                 "load the model with dtype='float32', or in memory"
             )
 

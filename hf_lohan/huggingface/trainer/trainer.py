@@ -262,8 +262,8 @@ class OffloadTrainerMixin(
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
     def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
-        """Initialize the attributes of the mixins before those of upstream. ``given`` and ``named``: the constructor's
-        arguments. Returns whether the trainer offloads."""
+        """Initialize the attributes of the mixins before upstream's attributes. ``given`` and ``named``: the
+        constructor's arguments. Returns whether the trainer offloads."""
         self._is_initialized = True
         model = given[0] if given and given[0] is not None else named.get("model")
         offload = choose_offload(offload, (*given, *named.values()), self.default_offload)

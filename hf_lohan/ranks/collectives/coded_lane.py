@@ -49,8 +49,7 @@ class CodedTraffic:
 
     @property
     def relative_rms(self) -> float | None:
-        """Root mean square of the errors divided by the root mean square of the values; None if nothing was
-        measured."""
+        """Root mean square of the errors, relative to the values. None if nothing was measured."""
         return (self._error_squares / self._squares) ** 0.5 if self._squares else None
 
     @property

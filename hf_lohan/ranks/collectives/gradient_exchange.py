@@ -255,8 +255,8 @@ class GradientExchange:
 
     def abandon(self) -> None:
         """Abandon the step. All ranks drop the chunks that some rank has not published, and get their buffers back by
-        `release`. If a rank has failed, buffers come back immediately, because no rank continues. If `end_backward` was
-        called before, only this rank drops the step."""
+        `release`. If a rank has failed, buffers are released immediately, because no rank continues. If `end_backward`
+        was called before, only this rank drops the step."""
         with self._lock:
             self._abandoned.add(self._step)
             self._end("abandon")
@@ -268,7 +268,7 @@ class GradientExchange:
         return step not in self._abandoned
 
     def begin_next(self) -> None:
-        """Begin the next step if this one has ended or was abandoned."""
+        """Begin the next step if this step has ended or was abandoned."""
         with self._lock:
             if self._has_ended:
                 self._step, self._told, self._has_ended, self._num_complete = self._step + 1, set(), False, 0
@@ -300,7 +300,7 @@ class GradientExchange:
 
     def close(self) -> None:
         """Take part in no more rounds. Before that, wait a moment for rounds of a step that has not ended. A rank that
-        waits for this one later gets an error. Does nothing in a forked process."""
+        waits for this rank later gets an error. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         with self.waiting(), self._lock:

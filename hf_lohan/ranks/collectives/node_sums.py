@@ -124,7 +124,7 @@ class _Piece(NamedTuple):
     start: int
     stop: int
     slot: int
-    """Index of the exchange among those in transit."""
+    """Index of the exchange among the exchanges in transit."""
 
 
 class NodeSums:

@@ -93,7 +93,7 @@ class RowExchange:
 
     def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
         """Meet all other ranks. Returns the call that runs now, and the parts of the ranks that have rows in it. The
-        call is ``own.call``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises
+        call is ``own.call``, or an earlier recomputation of others. ``what`` names the rows for errors. Raises
         RanksDisagreeError if a rank is in another call."""
         numbers = (own.call.layer, own.call.kind, own.call.forward, own.flags, *own.num_rows)
         told = self._all.agree(what, struct.pack(f"<{len(numbers)}i", *numbers))

@@ -168,7 +168,7 @@ class CommitAgreement:
 
     def announce_commit(self, number: int) -> None:
         """Tell the other ranks that this rank's commit is durable. Does not wait. Call it only after `wait_for_commit`
-        of the commit before this one."""
+        of the previous commit."""
         if number > self._announced:
             self._announced = number
             self._others_follow = self._lane.begin_agree("all ranks to have the commit", number.to_bytes(8, "little"))

@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = {
 
 
 class Links:
-    """The connections of one rank. Any thread may call its methods, except those of its control lane."""
+    """The connections of one rank. Any thread may call its methods, except methods of its control lane."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Links:
     ) -> None:
         """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
         seconds that a rank may take to connect, or may be idle later while this rank waits for it. ``host``: the
-        address at which other ranks reach this one, by default that of `outgoing_address`. ``exits``: see `Watch`.
+        address at which other ranks reach this rank, by default `outgoing_address`. ``exits``: see `Watch`.
         ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks
         self._owner = Owner()
@@ -205,8 +205,8 @@ class Links:
             self.watch.announce(failure)
 
     def close(self) -> None:
-        """Leave all lanes. Unless a rank has failed, the other ranks may continue while they do not need this one. Does
-        nothing in a forked process."""
+        """Leave all lanes. Unless a rank has failed, the other ranks may continue while they do not need this rank.
+        Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         self._is_closed = True
@@ -241,7 +241,7 @@ def _tell_of_exception(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Tell the other ranks of an exception that ends the main thread. `atexit` comes only after all other threads of
+    """Tell the other ranks of an exception that ends the main thread. `atexit` runs only after all other threads of
     the program have ended, which may be much later."""
     if (links := links_ref()) is not None:
         links.fail(error)
@@ -276,7 +276,7 @@ def one_rank_at_a_time(links: Links, tag: str) -> Iterator[None]:
 
 
 def outgoing_address() -> str:
-    """Return the address at which other nodes reach this one. Raises ValueError if none exists."""
+    """Return the address at which other nodes reach this node. Raises ValueError if none exists."""
     if interface := os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]:
         return _address_of(interface)
     for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # connecting a UDP socket sends nothing
@@ -288,7 +288,7 @@ def outgoing_address() -> str:
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ValueError(
-        f"other nodes cannot reach this one, because it has no network address; set {INTERFACE_VARIABLE} to the "
+        f"other nodes cannot reach this node, because it has no network address; set {INTERFACE_VARIABLE} to the "
         f"network interface to them, one of {', '.join(sorted(psutil.net_if_addrs()))}"
     )
 

@@ -64,7 +64,7 @@ class NoticeBoard:
         self._thread: threading.Thread | None = None
 
     def write_first(self) -> None:
-        """Write the first notice, so that every rank that others have met has one."""
+        """Write the first notice, so that every rank that others have met has a notice."""
         self._write()
 
     def start(self, on_lost: Callable[[RuntimeError], None]) -> None:
@@ -73,7 +73,7 @@ class NoticeBoard:
         self._thread = start_thread(self._run, f"lohan-rank-{self._ranks.rank}-notices", beside_kernels=False)
 
     def tell(self, failure: Failure) -> None:
-        """Tell all ranks the failure that ends the run. All ranks record it, unless an earlier failure was told."""
+        """Tell all ranks the failure that ends the run. All ranks record it, unless an earlier failure is known."""
         self._untold.append(failure)
         self._wake.set()
 
@@ -177,7 +177,7 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _is_heard(self) -> bool:
-        """Return whether no other rank needs this one. After a failure only rank 0, which may have the store, waits."""
+        """Return whether no rank needs this rank. After a failure only rank 0, which may have the store, waits."""
         failure = self._failure.failure
         if failure is not None and self._ranks.rank != 0:
             return True

@@ -5,7 +5,7 @@ then all ranks do the same work for all heads. A rank enters a round when its he
 others. If its own computation waits for other ranks, or has wanted nothing for a while, the rank enters too, and serves
 them. So ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
 
-*No wait is circular.* Every rank comes to its next round by itself, because its computation goes on until it wants
+*No wait is circular.* Every rank reaches its next round by itself, because its computation continues until it wants
 something, waits for another rank, runs no pass, or is idle for a while. In all these cases its thread enters.
 """
 

@@ -1,9 +1,9 @@
 """Finds out which other rank has died, has failed or hangs. All waits of a rank ask it.
 
-*A death* on this node is told by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
+*A death* on this node is reported by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
 connections open. A death elsewhere breaks connections, and the rank that gives no more notices has ended. *A failure*
 is written to the launcher's store once. The first one wins, so all ranks name the same cause. *A hang* is found in the
-notices: each rank tells where it is in each lane. A wait that lasts too long follows "who waits for whom" to a rank
+notices: each rank gives its position in each lane. A wait that lasts too long follows "who waits for whom" to a rank
 that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
 """
 
@@ -40,7 +40,7 @@ _LOOK_S = 0.05
 _ANSWER_S = 0.5
 """Seconds in which the store answers. If the store does not, its node may be gone."""
 _VERDICT_S = 2.0
-"""Seconds without a notice after which a rank has ended, if connections broke. Notices come twice a second."""
+"""Seconds without a notice after which a rank has ended, if connections broke. Notices are written twice a second."""
 _CYCLE_S = 3.0
 """Seconds after which computations that wait for each other are taken to be at different calls."""
 _STUCK_S = 1.0
@@ -60,7 +60,7 @@ class Watch:
     ) -> None:
         """``store``: the launcher's store, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds
         that a rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable
-        when the rank has ended, by default those of the other processes of this node. The watch closes them."""
+        when the rank has ended, by default of the other processes of this node. The watch closes them."""
         self.ranks = ranks
         self.timeout_s = timeout_s
         """Seconds that a rank may do nothing while this rank waits for it."""
@@ -107,7 +107,7 @@ class Watch:
         self._board.start(self._on_lost_store)
 
     def start(self, until_s: float) -> None:
-        """Meet the other ranks. Raises RankTimeoutError if one has not come at ``until_s`` (`time.monotonic`)."""
+        """Meet the other ranks. Raises RankTimeoutError if a rank is missing at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
@@ -155,7 +155,7 @@ class Watch:
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
         """Meet the members of a new lane. Returns their store with its own client, because a wait locks a client."""
         self._members[name] = members
-        self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
+        self._positions[name] = 0, ""  # this also names the members to ranks that are not members
         if stops_compute:
             self._of_compute.add(name)
         self._store.set(f"lane/{name}/{self.ranks.rank}", "1")
@@ -183,10 +183,10 @@ class Watch:
         self, lane: str, *, stops_compute: bool = True, needs: Callable[[], Sequence[int]] = tuple
     ) -> Iterator[None]:
         """A context in which the calling thread waits for a lane. This rank's computation waits too, unless
-        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before the wait ends."""
+        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must run before the wait ends."""
         of_threads = self._waits if stops_compute else self._waits_beside
         lanes, wait = of_threads.setdefault(threading.get_ident(), []), (lane, needs)
-        try:  # an interrupt may come anywhere
+        try:  # an interrupt may occur anywhere
             lanes.append(wait)
             if stops_compute:
                 self.beat()
@@ -230,12 +230,12 @@ class Watch:
             callback()
 
     def beat(self) -> None:
-        """Tell ranks that wait for this one that its computation goes on. Work of threads beside the computation does
-        not count, because they may serve others although the computation hangs."""
+        """Tell ranks that wait for this rank that its computation continues. Work of threads beside the computation
+        does not count, because they may serve others although the computation hangs."""
         self._num_beats += 1
 
     def announce(self, failure: Failure) -> None:
-        """Tell all ranks the failure that ends the run, unless another rank has told an earlier one."""
+        """Tell all ranks the failure that ends the run, unless another rank has told an earlier failure."""
         is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
         text = f"{self.name_of(self.ranks.rank)} failed: {failure.text}" if is_own else failure.text
         self._board.tell(Failure(failure.rank, text))
@@ -278,7 +278,7 @@ class Watch:
 
     def _judge_long_wait(self, tables: Mapping[int, Table], lane: str, what: str, waited_s: float) -> None:
         for rank in self._late(tables, lane, self.ranks.rank):
-            if lane in tables[rank]["closed"]:  # and no rank has told another cause meanwhile
+            if lane in tables[rank]["closed"]:  # and no rank has reported another cause meanwhile
                 text = f"{self.name_of(rank)} had closed its model while rank {self.ranks.rank} waited for {what}"
                 raise RankFailedError(text, rank)
         path, cycle, is_sure = self._follow(tables, lane)

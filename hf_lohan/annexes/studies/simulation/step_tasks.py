@@ -72,7 +72,7 @@ class StepTasks:
         self._is_copied = not hardware.device.shares_cpu
         num_passes = 2 * setup.num_micro_batches * max(1, len(model.blocks))
         self.is_coarse = False
-        """Whether pieces are larger than those of a run."""
+        """Whether pieces are larger than in a run."""
         self._most_pieces = max(1, min(_MOST_PIECES, _PIECES_OF_A_PASS // num_passes))
         pools = setup.pools
         self._slots: Mapping[SizeClass, int] = DEFAULT_SLOTS if pools is None else pools.num_slots
@@ -136,7 +136,7 @@ class StepTasks:
             self._release(held_chunks, self._begin)
 
     def _commit(self) -> None:
-        """If the step is committed, let the update thread wait until everything is written."""
+        """If the step is committed, make the update thread wait until everything is written."""
         if self._setup.committed_fraction:
             self._worker = self.graph.add(NO_LANE, 0.0, [*self._step_writes, *self._cpu_tasks[-1:]], name="commit")
         elif self._cpu_tasks:
