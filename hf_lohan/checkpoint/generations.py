@@ -368,8 +368,8 @@ def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> See
 
 
 def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -> tuple[StoreSet | None, str]:
-    """Return the stores that continue and "". If a part of them is gone, return the rest and the reason why no step can
-    be resumed. The caller is ``rank`` of ``num_ranks``. Both are None for a process that runs alone."""
+    """Return the stores that continue, and "" as the reason. If a part of them is gone, return the rest and the reason
+    why no step can be resumed. The caller is ``rank`` of ``num_ranks``. Both are None for a process that runs alone."""
     unsure: StoreSet | None = None
     for generation in sorted({one.generation for one in sets}, reverse=True):
         here = [one for one in sets if one.generation == generation]

@@ -182,8 +182,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Return why no plan fits and what would help; None if one fits. `kept_bytes`: activations that stay on the device.
-    `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
+    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations that stay on the
+    device. `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "

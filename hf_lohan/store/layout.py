@@ -30,7 +30,7 @@ DTYPE_BYTES = {
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
-"""Kinds with several parameters for each element, and the number of these. Their granules are smaller by this factor,
+"""Maps kinds with several parameters for each element to this number. Their granules are smaller by this factor,
 so that equal granule numbers belong to the same parameters."""
 
 

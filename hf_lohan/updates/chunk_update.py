@@ -114,8 +114,8 @@ class ChunkUpdater:
         return update
 
     def finish_update(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
-        """Wait for the reads, update, hand over the new parameters, and issue the writes. Each buffer is released after
-        its contents are written and copied."""
+        """Wait for the reads, run the update, hand over the new parameters, and issue the writes. Each buffer is
+        released after its contents are written and copied."""
         gradient, block = update.gradient, update.gradient.chunk.block.name
         form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):

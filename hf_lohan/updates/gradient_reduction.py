@@ -187,7 +187,7 @@ class GradientReduction:
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
         gradient.summed = set(gradient.slices)
         gradient.is_measured = False
-        use_all_cores()  # torch would measure it on all cores
+        use_all_cores()  # torch would measure the gradient on all cores
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:

@@ -5,10 +5,10 @@ Each node therefore reads each shard only once, and the ranks of one node send e
 each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
-block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block, or waits
-for others, all begin to load each block that some rank wants. The rank with the fewest loads is first. A rank keeps
-the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped at
-random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
+block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block or waits
+for others, all ranks begin to load each block that some rank wants. The rank with the fewest loads is first. A rank
+keeps the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped
+at random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
 rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
 *Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
@@ -73,7 +73,7 @@ class _Head:
     is_closed: int
     keeps_weights: int
     serves: int
-    """Whether the rank takes part in loads without a want of its own."""
+    """Whether the rank takes part in loads although it wants no block."""
     change: int
     """The change of weights before the period."""
     stale: tuple[tuple[int, int], ...] = ()
@@ -326,14 +326,14 @@ class SharedWeights(Rounds):
 
     def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
         """Begin the loads that some rank wants. All ranks begin the same loads. Loads of later periods wait. Returns
-        the loads, each with whether an earlier load of the same block still waits for shards."""
+        pairs of a load and whether an earlier load of its block still waits for shards."""
         begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
         if any(
             of_rank.wanted == _NOTHING and not of_rank.serves for of_rank in taking_part if of_rank.period == period
         ):
-            return begun  # that rank will want the same, or wait
+            return begun  # that rank will want the same block, or wait
         turns = sorted(
             (of_rank.progress, rank)
             for rank, of_rank in enumerate(told)

@@ -284,7 +284,7 @@ class StepCosts:
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
         handed_over += self._num_local * self._experts.from_ssd * self._experts.gradient_bytes
         # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
-        # count that.
+        # include this.
         copied_bytes = 0.0
         if not self._is_copied:
             copied_bytes = self._model.dense_gradient_bytes + self._experts.gradient_bytes

@@ -356,7 +356,7 @@ class _FourBitForm(CheckpointForm):
             if name in parts:
                 parts[name][key.removeprefix(f"{name}.")] = source
         if missing := [name for name, of in parts.items() if name not in of]:
-            raise ValueError(f"{missing[0]} of {str(self.path)!r} has no codes: the checkpoint is cut short")
+            raise ValueError(f"{missing[0]} of {str(self.path)!r} has no codes; download the checkpoint again")
         return parts
 
     def _check_codes(self, name: str, codes: Any, state: Mapping[str, Any]) -> None:
@@ -369,7 +369,7 @@ class _FourBitForm(CheckpointForm):
         """Return the fields with which bitsandbytes describes a packed weight. Raises ValueError if one is invalid."""
         key = next((key for key in parts if key.startswith(_STATE)), None)
         if key is None:
-            raise ValueError(f"{name} of {str(self.path)!r} has no {_STATE}: the checkpoint is cut short")
+            raise ValueError(f"{name} of {str(self.path)!r} has no {_STATE}; download the checkpoint again")
         try:
             state: dict[str, Any] = json.loads(bytes(parts[key][...].tolist()))
             is_right = math.isfinite(state.get("nested_offset", 0.0)) and isinstance(state["quant_type"], str)
@@ -392,7 +392,7 @@ class _FourBitForm(CheckpointForm):
         numel = math.prod(state["shape"])
         needed = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if form.double else [])]
         if missing := [part for part in needed if part not in parts]:
-            raise ValueError(f"{name} of {str(self.path)!r} has no {missing[0]}: the checkpoint is cut short")
+            raise ValueError(f"{name} of {str(self.path)!r} has no {missing[0]}; download the checkpoint again")
         read = {part: parts[part][...].reshape(-1) for part in needed}
         is_of_form = (state["quant_type"], state["blocksize"]) == (form.method, form.block)
         is_of_form &= torch.equal(read["quant_map"], values_of(form.method))

@@ -86,8 +86,8 @@ class ModelRecipe:
 
         ``compute_dtype``: dtype of the model, if it differs from the checkpoint's. ``stays_packed``: see `read_form`.
         Raises ValueError if there is no such checkpoint, for an unsupported form, and for a ``quantization_config``
-        that cannot be combined with it. The files of packed weights are downloaded, and all files if all weights must
-        be decoded.
+        that cannot be combined with it. Downloads the files of packed weights, or all files if all weights must be
+        decoded.
         """
         refuse_placement(arguments, "which offload streams to its device itself")
         dtype = take_torch_dtype(arguments, dtype)

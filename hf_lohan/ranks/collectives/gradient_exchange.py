@@ -1,17 +1,17 @@
 """Averages each chunk's gradient over all ranks, for the rank that owns the chunk, in rounds.
 
-A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks tell each other their
-publications since the last round, so all see the same complete chunks, in the same order. On each node, the rank
-with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared memory
-or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
-read all gradients of the last round. So the buffers of these are free when the next round has ended.
+A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks send each other lists
+of gradients published since the last round. So all ranks see the same complete chunks, in the same order. On each node,
+the rank with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared
+memory or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next
+round has read all gradients of the last round. So the buffers of these are free when the next round has ended.
 
 One thread of each rank takes part in rounds and adds. It enters a round when this rank has news or has read gradients
-in the last round. It also enters when the rank's computation waits for other ranks, in a step of which the rank has
-told news. *No wait is circular.* Within a round all operations have one order, so only its beginning waits for
-computation. A chunk waits only for ranks that still compute. These send news of the chunk when they have its gradient,
-or at the end of their backward. All other ranks enter the round, because they have news or wait. While the computation
-of a rank waits, other threads of the rank serve other ranks, for example by sending weights.
+in the last round. It also enters when the rank's computation waits for other ranks, after the rank has sent news of the
+step. *No wait is circular.* Within a round all operations have one order, so only its beginning waits for
+computation. A chunk waits only for ranks that still compute. These ranks send news of the chunk when they have its
+gradient, or at the end of their backward. All other ranks enter the round, because they have news or wait. While the
+computation of a rank waits, other threads of the rank serve other ranks, for example by sending weights.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class GradientExchange:
     def _end(self, what: str) -> None:
         with self._lock:
             if not self._has_ended:
-                self._tell(what)  # first, because an interrupt may end this method, and then it is called again
+                self._tell(what)  # first, because this method is called again if an interrupt ends it
                 self._has_ended = True
 
     def _tell(self, what: str, *details: int) -> None:
@@ -358,7 +358,7 @@ class GradientExchange:
 
     def _take_round(self, news: list[_News]) -> bool:
         """Tell other ranks the news, and add the chunks that are then complete. Returns whether any rank had news, or
-        read gradients of the last round."""
+        has read gradients of the last round."""
         told = self._lane.agree("gradients", json.dumps(news).encode() if news else b"")
         read, self._read = self._read, []
         self._release_all(read)

@@ -1,7 +1,7 @@
 """Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival.
 
-Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. Or devices send them to
-the device of their chunk's owner, which adds them."""
+Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. Or devices send
+gradients to the device of their chunk's owner, which adds them."""
 
 from __future__ import annotations
 
@@ -195,9 +195,9 @@ def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
 
 
 class DeviceSums:
-    """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If that rank owns
-    the chunk, it copies the sum to host memory; otherwise it keeps the sum for the owner on another node. One thread of
-    each rank uses it."""
+    """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If this collector
+    owns the chunk, it copies the sum to host memory. If not, it keeps the sum for the owner on another node. One thread
+    of each rank uses it."""
 
     def __init__(self, device: Device, lane: DeviceLane, ranks: Ranks, buffer_bytes: int) -> None:
         """``buffer_bytes``: bytes of the largest chunk's gradient in float32."""
