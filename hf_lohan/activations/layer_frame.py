@@ -101,7 +101,7 @@ class LayerFrame:
         return _FrameMode(self, recomputes=False), _FrameMode(self, recomputes=True)
 
     def contexts_of_whole(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return contexts that see no operations. Nothing but the layer's input is stored."""
+        """Return contexts that see no operations. Only the layer's input is stored."""
         return _calling(self.begin_forward), _calling(self.begin_backward)
 
     @contextlib.contextmanager

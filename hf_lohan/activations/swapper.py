@@ -25,8 +25,8 @@ SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
 _KEPT_HOLES_BYTES = 128 << 20
 """If the device is the CPU: number of swapped bytes after which glibc returns its free memory. A swapped tensor leaves
-a hole in the heap. No tensor of the same size fits into it, because glibc needs a larger hole to align the tensor. So
-the heap would grow by all bytes that a forward swaps."""
+a hole in the heap. No tensor of the same size fits into the hole, because glibc needs a larger hole to align the
+tensor. So the heap would grow by all bytes that a forward swaps."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
 """Memory in RAM or None, an offset on the SSD, and a function that frees either."""
@@ -236,7 +236,7 @@ class ActivationSwapper:
         assert spill is not None
         whole = swapped.num_bytes // GRANULE_NUMEL * GRANULE_NUMEL
         if whole and spill.hasher is not None and spill.hasher.can_hash(flat):
-            hashes = spill.hasher.hashes(flat[:whole], GRANULE_NUMEL, Lane.D2H)  # waits until the tensor is there
+            hashes = spill.hasher.hashes(flat[:whole], GRANULE_NUMEL, Lane.D2H)  # waits for the tensor
             checksums = hashes.numpy().view(np.uint64)
             request = spill.files.write(SPILL_BLOCK, SPILL_KIND, swapped.spill_start, flat[:whole], checksums=checksums)
             swapped.writes.append(request)

@@ -1,7 +1,7 @@
 """Chooses the stores that a run continues: the newest generation in which all ranks have a common commit.
 
-A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
-committed the copy, the old generation is the newest complete generation. After that, the new generation is. So a
+A reshard writes new stores under the next generation, beside the old stores, and renames nothing. The old generation is
+the newest complete generation until all ranks have committed the copy; then the new one is. So a
 process that is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step
 commits without these names. If the source has later steps, the source continues. An incomplete copy is ignored only
 while its source is there. If a part of other stores is gone, an older generation does not replace them silently.
@@ -100,7 +100,7 @@ class SeenStore:
     fingerprint: str = ""
     commits: tuple[Kept, ...] = ()
     damage: str = ""
-    """The error that reading its commits raised, or ""."""
+    """The error of reading its commits, or ""."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> SeenStore:
@@ -331,7 +331,7 @@ def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: 
 
 def _refuse_half_moved(path: str) -> None:
     """Raise ValueError if an older version of this library was killed while it replaced old stores by new stores. Then
-    the folder may have some of each."""
+    the folder may have old and new stores."""
     notes = glob(os.path.join(escape(path), "old-store-of-*", "moving-*.json"))
     new = glob(os.path.join(escape(path), "new-store-of-*", "rank-*"))
     if notes and new:

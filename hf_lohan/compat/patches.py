@@ -20,7 +20,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is _MISSING:  # ``owner`` has the attribute of its class, or none
-                with suppress(AttributeError):  # an earlier value could not be set, so this one was not set
+                with suppress(AttributeError):  # an earlier value could not be set, so this value was not
                     delattr(owner, name)
             else:
                 setattr(owner, name, value)

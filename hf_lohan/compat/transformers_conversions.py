@@ -240,7 +240,7 @@ def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesO
         replaced(core_model_loading, spawn_materialize=lambda _pool, tensor, *_, **__: tensor),
         replaced(WeightConverter, convert=convert),
         replaced(WeightRenaming, convert=convert),
-        replaced(model, _weight_conversions=None),  # which the call sets
+        replaced(model, _weight_conversions=None),  # set by `from_pretrained`
         patch_environment(**_IN_ORDER),
     ):
         core_model_loading.convert_and_load_state_dict_in_model(

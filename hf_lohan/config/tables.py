@@ -84,7 +84,7 @@ AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
-    """Convert a mapping, or a word in place of it, to an ``of``. Raises ConfigError."""
+    """Convert a mapping, or a word in place of it, to an instance of ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
         case SettingTable() if isinstance(value, of):
@@ -227,7 +227,7 @@ class Switches(SettingTable):
     time on each lane, as TeraIO does, and supports one rank only. "auto" is "algorithm_1"."""
 
     resident_records: ResidentRecords = setting(AUTO, choice(ResidentRecords))
-    """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with those read most."""
+    """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with the most read."""
 
     io_threads: int | Literal["auto"] = setting(AUTO, or_auto(partial(check_number, most=_MAX_IO_THREADS)))
     """Number of threads that read and write the store. "auto" is one for each CPU, at least 2 and at most 8."""

@@ -1,7 +1,7 @@
 """The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Numbers of bytes are sent by one node (its *egress*). A node receives
+once for each node, not for each rank. Numbers of bytes are the *egress* of one node. A node receives
 the same number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
@@ -122,7 +122,7 @@ class Collectives:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a rank also keeps its own shard as it sent it, to compute the change of the next step."""
+        """Whether a rank also keeps its own shard as sent, to compute the change of the next step."""
         return self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 
 _EVEN_PARTS = 16
-"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
+"""Ranks have about equally many rows if the most loaded rank has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
 _NUM_TRIED = 16
 """Number of long segments that are searched for a segment of the receiver's own rows."""
 
@@ -113,8 +113,8 @@ def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_loca
 
     ``counts`` [layers][experts]: the rows of each expert. Experts are divided among nodes of ``num_local`` ranks, and
     then among the ranks of each node. The expert with the most rows goes first, to the receiver with the fewest rows.
-    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if they are
-    as even.
+    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if these
+    are as even.
     """
     nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
     divided: list[list[list[int]]] = []
@@ -152,7 +152,7 @@ def _longest_first(counts: Sequence[float], experts: Sequence[int], num_parts: i
 
 
 def most_rows(counts: Sequence[float], owned: Sequence[Sequence[int]]) -> float:
-    """Return the rows of the rank that has the most in a layer. ``owned``: the experts of each rank."""
+    """Return the rows of the rank with the most rows in a layer. ``owned``: the experts of each rank."""
     return max(sum(counts[expert] for expert in own) for own in owned)
 
 

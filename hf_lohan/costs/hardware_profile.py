@@ -43,8 +43,8 @@ class DeviceProfile:
 GPU_LINKS = ("nvlink", "pcie", "none")
 """Links between the GPUs of a machine."""
 ASSUMED_NVLINK_BYTES_PER_S = 45e9
-"""The rate of NVLink if it is not known: 80% of the rate of two RTX 3090's bridge. It has four links of 14.06 GB/s in
-each direction. Server cards have more and faster links. Not measured."""
+"""The rate of NVLink if it is not known: 80% of the rate of two RTX 3090's bridge. This bridge has four links of 14.06
+GB/s in each direction. Server cards have more and faster links. Not measured."""
 
 COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
 """Fields of `DeviceProfile` that depend on the shapes of a batch."""
@@ -66,7 +66,7 @@ class SsdProfile:
 class CpuProfile:
     memory_bytes: int
     optimizer_params_per_s: float
-    """Rate of AdamW over chunks in RAM, while the device computes. If the CPU is the device, it is measured alone,
+    """Rate of AdamW over chunks in RAM, while the device computes. If the CPU is the device, AdamW is measured alone,
     because the two times are added."""
     checksum_bytes_per_s: float | None = None
     """Rate of checksums of SSD reads and writes. With None they are assumed to take no time."""

@@ -358,12 +358,12 @@ class OffloadPlan:
     the model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
     parked_share: float = 0.0
-    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
+    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` it is 1."""
     parked_bytes: int = 0
     """Bytes of a rank's RAM for parked gradients. Gradients that are held in any case do not count."""
     durability: Durability
     commit_every_steps: int
-    """Every n-th step is committed. With 0 only checkpoints are."""
+    """Every n-th step is committed. With 0 only checkpoints are committed."""
     num_micro_batches: int
     """Number of forwards and backwards in a step. Each moves the weights."""
     num_together: int

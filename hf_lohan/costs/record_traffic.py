@@ -14,7 +14,7 @@ PARAM = "param"
 FETCHED_KINDS = (PARAM, "codes", "scales")
 """The kinds that passes read if weights are packed."""
 ROWS_SHARE = 16
-"""If only rows of a table come to the device, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
+"""If only rows of a table are loaded, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
 not known when copies are chosen."""
 
 
@@ -94,7 +94,7 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
     """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte are first. Records
     that save the same are spread evenly over the model, so that the remaining reads of a block overlap with the
     computation of neighbouring blocks. Among these, weights of experts are last, because not every batch needs them.
-    More memory never saves fewer reads."""
+    More memory saves at least as many reads."""
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:

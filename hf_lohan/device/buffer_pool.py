@@ -1,4 +1,4 @@
-"""A fixed set of equal host buffers, which are borrowed whole or in halves. Borrowers wait for a free one."""
+"""A fixed set of equal host buffers, which are borrowed whole or in halves. Borrowers wait for a free buffer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Buffer:
             self._num_users += 1
 
     def release(self) -> None:
-        """Remove a user. The last one returns the buffer to the pool."""
+        """Remove a user. The last user returns the buffer to the pool."""
         with self.pool._lock:
             assert self._num_users > 0, "the buffer was returned already"
             self._num_users -= 1

@@ -428,7 +428,7 @@ class ParameterAccess:
         return self._store.tie_codes(block.name, first, last - first)
 
     def round_anew(self, blocks: list[Block]) -> int:
-        """Round the bfloat16 weights in this rank's store again (see `updates/masters`). Returns how many differ."""
+        """Round this rank's bfloat16 weights again (see `updates/masters`). Returns the number of changed weights."""
         num_changed = 0
         for block in blocks:
             first, last = self._own_range(block, 0, block.state_numel)

@@ -87,7 +87,7 @@ class LinkCodecs:
         for lane in self.all if ranks.rank == 0 else ():
             assert isinstance(lane, MeasuredCodec)
             logger.warning(
-                "collectives: %s are sent between %s in int%d, which rounds them, so this run differs from one with "
+                "collectives: %s are sent between %s in int%d, which rounds them, so this run differs from a run with "
                 "'exact'",
                 lane.name,
                 "machines" if lane.hop == "between" else "a machine's RAM and its devices",

@@ -47,7 +47,7 @@ class WeightReads:
         links: Links,
         rows: RowLoads | None = None,
     ) -> None:
-        """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
+        """``forward_pass`` returns the pass in progress. ``saving`` returns hooks for tensors that autograd saves.
         ``rows`` loads rows of tables that are not loaded whole."""
         self._rows = rows
         self.moved_gradients = parts.ring.moved_gradients
@@ -58,7 +58,7 @@ class WeightReads:
         self._forward_pass = forward_pass
         self._saving = saving
         self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {}
-        """The block and slice of each parameter. A parameter in several blocks has the first of them."""
+        """The block and slice of each parameter. A parameter in several blocks has the first block."""
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))

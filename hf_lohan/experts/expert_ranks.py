@@ -78,7 +78,7 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """The most rows that a rank owns in a layer's forward, summed over all forwards. Others would wait for it."""
+    """The most rows that a rank owns in a layer's forward, summed over all forwards. All ranks would wait for it."""
     most_computed: int = 0
 
     def add_forward(
@@ -145,7 +145,7 @@ class AllHere(ExpertPlaces):
 
 
 class _Division:
-    """Which rank computes which groups of a call."""
+    """The division of a call's groups among ranks."""
 
     def __init__(
         self,

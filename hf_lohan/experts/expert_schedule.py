@@ -27,7 +27,7 @@ from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
-"""From this many rows per expert on average, all experts are expected. An expert has no row with probability 1/3000."""
+"""From this many rows per expert on average, all experts are expected. The probability of no row is 1/3000."""
 
 ExpertNumbers: TypeAlias = "dict[int, None] | range"
 """Ordered indices of experts with a fast lookup."""
@@ -61,7 +61,7 @@ class Frequencies:
         self._most_used: dict[int, None] | None = None
 
     def note_uses(self, experts: Iterable[int], *, begins_pass: bool) -> None:
-        """Count uses of these experts. The same pass may use others later."""
+        """Count uses of these experts. The same pass may use more experts later."""
         if begins_pass:
             self._log_weight -= math.log2(_DECAY)
             self._last = set()

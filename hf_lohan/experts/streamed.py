@@ -93,7 +93,7 @@ class StreamedExperts:
         """Run the forward of `run_experts`."""
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
-        may_hint = is_few and self._parts.places.is_one  # a rank does not know the rows of the others
+        may_hint = is_few and self._parts.places.is_one  # a rank does not know the rows of other ranks
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if may_hint else None
         routed = self._route(top_k_index, expected)
         sorted_rows = rows[routed.token]
@@ -360,7 +360,7 @@ _experts.register_autograd(_backward, setup_context=_set_up)
 
 def run_experts(experts: StreamedExperts, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run ``rows`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k] of each row, and sum the outputs
-    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal those of transformers' `grouped_mm` to the
-    bit."""
+    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal the results of transformers' `grouped_mm` to
+    the bit."""
     output: Tensor = _experts(rows, top_k_weights, top_k_index, experts.anchor, experts.handle)
     return output

@@ -89,8 +89,8 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
 
 
 def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
-    """Replace a folder durably by one with these files. ``files`` maps names or relative paths to contents. Only this
-    user can access the folder. Raises `CapacityError` or `StorageError`."""
+    """Replace a folder durably by a folder with these files. ``files`` maps names or relative paths to contents. Only
+    this user can access the folder. Raises `CapacityError` or `StorageError`."""
     try:
         remove_folder(folder)
         folders = [folder]

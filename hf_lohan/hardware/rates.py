@@ -103,7 +103,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one forward. No token sees a later one."""
+        """FLOPs of one forward. No token sees a later token."""
         num_pairs = self.num_tokens * (self.num_tokens + 1) // 2
         return 2.0 * self.num_heads * num_pairs * (self.key_dim + self.value_dim)
 

@@ -229,9 +229,9 @@ class Accelerator(OffloadAwareAccelerator):
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer with one that updates
-        the store. If several optimizers share the parameters (such as Muon and AdamW), the last optimizer's `step()`
-        takes the step."""
+        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer with an optimizer that
+        updates the store. If several optimizers share the parameters (such as Muon and AdamW), the last optimizer's
+        `step()` takes the step."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -251,7 +251,7 @@ class Accelerator(OffloadAwareAccelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Same as in accelerate, but replace the optimizer with one that updates the store."""
+        """Same as in accelerate, but replace the optimizer with an optimizer that updates the store."""
         check_given(optimizer)
         if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]

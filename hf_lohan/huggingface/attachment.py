@@ -1,4 +1,4 @@
-"""Offloads a model that is in memory, or a model of a checkpoint. The latter is never in memory as a whole."""
+"""Offloads a model that is in memory, or the model of a checkpoint, which is never in memory as a whole."""
 
 from __future__ import annotations
 

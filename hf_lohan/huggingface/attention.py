@@ -319,8 +319,8 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
     pattern = mask_pattern(kwargs.get("mask_function", stock))
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
-            "ranks.per_row needs tokens that see all earlier tokens, or the earlier tokens of a window or of their "
-            "document, but this model has a mask of another form; leave ranks.per_row out"
+            "ranks.per_row needs a mask in which a token sees all earlier tokens, or the earlier tokens of a window or "
+            "its document, but the mask of this model has another form; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length

@@ -143,8 +143,8 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
-        "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class, by "
-        "class MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
+        "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class: class "
+        "MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
         "activation_offloading=True is not needed, because offload keeps, swaps or recomputes activations as planned; "
         "leave it off, and set activations in the offload config": getattr(args, "activation_offloading", False),
         "sync_ref_model=True changes the reference model, whose weights are frozen in a separate store; leave it off "

@@ -1,4 +1,4 @@
-"""Replaces the optimizer of a run with one that updates the store."""
+"""Replaces the optimizer of a run with an optimizer that updates the store."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> Off
         )
     if config.optimizer_state_dtype not in ("auto", "int8"):
         raise ValueError(
-            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave it out, or set "
+            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave the latter out, or set "
             "optim='adamw_torch'"
         )
     if config.optimizer_state_dtype == "int8":

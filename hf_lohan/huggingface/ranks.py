@@ -153,8 +153,8 @@ def check_rank_arguments(args: TrainingArguments) -> None:
     refused = {
         "auto_find_batch_size=True lets each rank try batch sizes by itself, but ranks must take steps together; set "
         "per_device_train_batch_size": args.auto_find_batch_size,
-        "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it out "
-        "of accelerator_config": not even_batches,
+        "even_batches=False allows one rank fewer batches than the others, which would wait for it; leave it out of "
+        "accelerator_config": not even_batches,
         "save_on_each_node=True makes a checkpoint on each machine, but all ranks save their parts to one checkpoint; "
         "leave it off, and put output_dir on a file system that all machines share": args.save_on_each_node,
     }
@@ -169,7 +169,7 @@ def check_rank_accelerator(accelerator: Accelerator) -> None:
     check_parallelism(accelerator.parallelism_config)
     if accelerator.num_processes > 1 and not accelerator.even_batches:
         raise ValueError(
-            "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it on"
+            "even_batches=False allows one rank fewer batches than the others, which would wait for it; leave it on"
         )
 
 
@@ -329,7 +329,7 @@ def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
-    """Raise ValueError for optimizers that need whole parameters, because each rank has only a shard of each."""
+    """Raise ValueError for optimizers that need whole parameters, because a rank has only shards."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
     if num_ranks > 1 and whole:
         raise ValueError(

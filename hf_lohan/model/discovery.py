@@ -123,7 +123,7 @@ def _may_be_layers(modules: nn.ModuleList) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Return whether the module has a forward. Lists and dicts of modules have none."""
+    """Return whether the module has a forward. Lists and dicts of modules have no forward."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -301,7 +301,7 @@ def _end_byte(parameter: nn.Parameter) -> int:
 
 
 def _have_common_elements(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Return whether two parameters whose ranges overlap have common elements. Two columns of a matrix have none."""
+    """Return whether two parameters whose ranges overlap have common elements. Columns of a matrix do not."""
     if one.element_size() != other.element_size():
         return True
     first, end = min(map(_first_byte, (one, other))), max(map(_end_byte, (one, other)))
@@ -390,7 +390,7 @@ def _blocks_of_several_layers(needs: dict[nn.Module, tuple[Block, ...]], layers:
 
 
 def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
-    """Return the module or its nearest parent that can be called. Containers such as PEFT's ParameterDict cannot."""
+    """Return the module or its nearest parent that can be called. PEFT's ParameterDict cannot be called."""
     module = model.get_submodule(name)
     while isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
         name = name.rpartition(".")[0]

@@ -162,7 +162,7 @@ def name_in_base(name: str) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear module has the transposed matrix, so that bitsandbytes packs it transposed."""
+    """Return whether a linear module stores its matrix transposed. bitsandbytes packs the transpose of this matrix."""
     return type(module).__name__ == _TRANSPOSED_CLASS
 
 

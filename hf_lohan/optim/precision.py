@@ -140,7 +140,7 @@ def master_format(
 ) -> MasterFormat:
     """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
     working dtype without an exact master (float16), and for a `moment_dtype` other than float32 if `rule` is not AdamW.
-    ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
+    ``trained_name``: the parameter's name for the error, or None for a frozen parameter, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
             f"{states_setting(moment_dtype)} is only for AdamW, and this run has {rule}; leave the setting out"

@@ -171,7 +171,7 @@ class RunPlan:
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
         """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
-        after this commit, it decides the same again. Returns whether the present plan is for other chunks."""
+        after this commit, it decides the same number again. Returns whether the present plan is for other chunks."""
         self._run_id = facts.get(RUN_ID)
         self._fused_before = facts.get(FUSED, "unknown")
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
@@ -182,7 +182,7 @@ class RunPlan:
             self._decided_before = planned if before is None else before
             if self._decided_before is None and self._chunks_file is not None and os.path.exists(self._chunks_file):
                 decided = json.loads(read_whole(self._chunks_file))
-                if decided.get(RUN_ID) == self._run_id:  # the file of another run says nothing about this one
+                if decided.get(RUN_ID) == self._run_id:  # the file of another run is not about this run
                     self._decided_before = int(decided[CHUNK_TOKENS])
             self.cut_layers(before)
             return bool(before != planned)
@@ -208,8 +208,8 @@ class RunPlan:
         """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
         look slow. The hardware is measured only for the first plan. After an error the run continues without a plan.
         ``layout``: the memory that the run has taken so far. ``may_run_together``: see `plan_step`. Raises BudgetError
-        on all ranks if a step needs a plan, and a rank has none that fits. A step needs a plan if `device_memory` has a
-        size, or if ranks share rows."""
+        on all ranks if a step needs a plan, and a rank has no plan that fits. A step needs a plan if `device_memory`
+        has a size, or if ranks share rows."""
         self._layout = layout or self._layout
         self._of_longer = None
         if self.first is None and self._fused_before not in ("unknown", self.fused):
@@ -351,7 +351,7 @@ class RunPlan:
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
-            logger.warning("%s: %s", what if now is None else "the plan stays, because the new batch has none", error)
+            logger.warning("%s: %s", what if now is None else "the old plan stays, as the new batch has none", error)
             return None
 
     def step_began(
@@ -360,7 +360,7 @@ class RunPlan:
         """Time the previous step. After enough steps, plan again with the measured rates and ``routing`` (by layer, the
         number of tokens of each expert), and return the new plan. A plan with other placements or another clipping mode
         is on trial first. If its steps are longer, return the previous plan. ``is_as_planned``: whether the previous
-        step had batches of the planned length. If not, its time does not count."""
+        step had batches of the planned length, so that its time counts."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None and is_as_planned:
             self._steps.append(now.since(self._before))
@@ -383,7 +383,7 @@ class RunPlan:
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
-            now = replace(now, plan=replace(now.plan, clip="defer"))  # as the timed steps
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # as in the timed steps
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None

@@ -120,7 +120,7 @@ def plan_step(
 
     ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
     state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
-    the orders of micro-batches, and return the better one in the shape. With several ranks, configuration and shape
+    the orders of micro-batches, and return the better order in the shape. With several ranks, configuration and shape
     describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default all that
     the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
     are equally likely. ``chunk_tokens``: the number of tokens in a chunk, if it is decided. ``simulates``: the solvers
@@ -272,7 +272,7 @@ class _StepPlanner:
 
     @cached_property
     def _keys(self) -> tuple[int, int]:
-        """If ranks share rows: elements of a token's keys and values in a layer, and bytes of one. Otherwise (0, 0)."""
+        """With shared rows: elements of a token's keys and values in a layer, and bytes per element. Else (0, 0)."""
         if self.config.ranks.per_row == 1 or self.chunks is None:
             return (0, 0)
         # The size of a token's keys does not depend on the number of tokens, so a few tokens are traced.

@@ -419,7 +419,7 @@ class EncodedWeight:
         num_dimensions = len(self.scales.get_shape())
         if num_dimensions == len(self.shape):
             return _rows(self.scales, expert, first, last)
-        scales = self.scales[...].flatten()  # one, or one of each expert
+        scales = self.scales[...].flatten()  # one scale, or one for each expert
         return scales[expert if expert is not None and scales.numel() > 1 else 0].view(1, 1)
 
     def _zero_points(self, first: int, last: int) -> Tensor:

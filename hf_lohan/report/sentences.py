@@ -172,7 +172,7 @@ def on_bytes(findings: Findings) -> str:
 
 
 def _coded(findings: Findings) -> str:
-    """Write how much smaller encoded data was, and its error."""
+    """Write the size of encoded data relative to the data, and its error."""
     words = [
         f"{name.replace('_within', ' within the node')} "
         f"in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"

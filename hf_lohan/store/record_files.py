@@ -95,7 +95,7 @@ class RecordFiles:
         self._hasher = hasher
 
     def reads_to_device(self, block: str, kind: str) -> bool:
-        """Return whether a record can be read to device memory. A record with a copy in RAM cannot."""
+        """Return whether a record can be read to device memory, which needs a hasher and no copy in RAM."""
         return self._hasher is not None and (block, kind) not in self.ram.copies
 
     @property

@@ -53,7 +53,7 @@ def last_commit(paths: Sequence[str]) -> Commit | None:
 
 
 def kept_commits(paths: Sequence[str]) -> list[Commit]:
-    """Return the last commit, and the one before it if it was kept for other ranks. Raises the errors of
+    """Return the last commit, and the commit before it if it was kept for other ranks. Raises the errors of
     `last_commit`."""
     committed = _committed(paths)
     if committed is None:

@@ -81,7 +81,7 @@ class WorkThread:
                 command.set()
             elif self._failure.error is None:
                 self._try(command)
-            del command  # frees the command's memory before the next one comes
+            del command  # frees the command's memory before the next command
 
     def _next(self) -> Command | threading.Event | None:
         while self._commands.empty() and self._failure.error is None:

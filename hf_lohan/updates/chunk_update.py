@@ -242,7 +242,7 @@ def update_in_parts(
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
     parts = list(ranges(numel, part_numel))
     if form.rule.needs_whole:  # its kernels are large enough for all threads
-        assert gradient is not None, "a parameter that is updated whole has no part without a gradient"
+        assert gradient is not None, "a chunk that is updated whole has a gradient"
         threads.map(verify, parts)
         use_all_cores()
         update_records_(

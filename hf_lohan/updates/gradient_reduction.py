@@ -115,8 +115,8 @@ class GradientReduction:
         return self.is_shared(chunk) and not self._exchange.has_told(self._key_of[chunk])
 
     def exclude(self, chunks: Collection[Chunk]) -> None:
-        """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
-        the end of the backward, and their gradients fill their buffers until then. Called on the worker's thread."""
+        """Tell other ranks that this rank will have no gradient of these chunks in the step. Without this call,
+        gradients of other ranks would fill buffers until the end of the backward. Called on the worker's thread."""
         self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -281,7 +281,7 @@ class GradientNorms:
         return np.array(norms, _PIECE).tobytes()
 
     def replace_with(self, measured: Iterable[bytes]) -> None:
-        """Use the norms that all ranks, including this one, have ``measured``."""
+        """Use the norms that all ranks, including this rank, have ``measured``."""
         pieces = np.concatenate([np.frombuffer(norms, _PIECE) for norms in measured])
         pieces.sort(order=("slice", "chunk"))
         self._on_host = {}

@@ -166,8 +166,8 @@ class StepTransaction:
             )
         if self._has_taken_gradients:
             raise RuntimeError(
-                "backward() was called after step() without zero_grad(): torch would add these gradients to those of "
-                "the last step, which are gone; call optimizer.zero_grad() after each step()"
+                "backward() was called after step() without zero_grad(): torch would add these gradients to the last "
+                "step's gradients, which are gone; call optimizer.zero_grad() after each step()"
             )
 
     def undo_guesses(self) -> None:
@@ -501,5 +501,5 @@ def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def _index_in(index: Mapping[ParamSlice, int], part: ParamSlice) -> int:
     number = index.get(part)
     if number is None:
-        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
+        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer; add it to a group")
     return number

@@ -183,7 +183,7 @@ class SharedWeights(Rounds):
         self._stale: dict[int, int] = {}
         """For each load's number, a rank that has no weights of the load's period any more."""
         self._own_stale: dict[int, int] = {}
-        """Entries of `_stale` that this rank tells others: its own, and entries of ranks that have sent it shards."""
+        """Entries of `_stale` that this rank sends: its own, and entries of ranks that have sent it shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """The arguments of `keep_weights`, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
@@ -221,8 +221,8 @@ class SharedWeights(Rounds):
         """Do nothing, because this rank's loads end while the thread waits for a slot."""
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep the weights of other nodes in ``kept``, from the first load on that begins after all ranks have called
-        this. With ``changes``, which counts the traffic, only the changes of each step are sent."""
+        """Keep the weights of other nodes in ``kept``, from the first load after all ranks have called this. With
+        ``changes``, which counts the traffic, only the changes of each step are sent."""
         self._parts.open_group_lane(self._links, kept.way)
         with self.lock:
             self._kept = kept, changes
@@ -401,7 +401,7 @@ class SharedWeights(Rounds):
         """Let updates deliver this rank's shard, and request the reads of the parts that they do not deliver."""
         load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
-            return  # `_wait_for_own_shard` notes it
+            return  # `_wait_for_own_shard` notes the change
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             load.delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
         for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
@@ -446,7 +446,7 @@ class SharedWeights(Rounds):
         except LaneClosedError:
             return
         except BaseException as error:
-            self._links.fail(error)  # the thread of the rounds then raises it
+            self._links.fail(error)  # the thread of the rounds then raises the error
             return
         self._arrivals.submit(partial(self._end_fill, load, end_exchange))
 
@@ -456,7 +456,7 @@ class SharedWeights(Rounds):
             while self._num_filled < load.number:
                 self._lane.raise_if_closed()
                 self._links.raise_if_failed(f"waited for {load.block.name}")
-                self.changed.wait()  # a failure and the end of the lane notify it
+                self.changed.wait()  # a failure, or the end of the lane, ends this wait
 
     def _end_fill(self, load: _SharedLoad, end_exchange: Callable[[], tuple[list[int], list[int]]] | None) -> None:
         """Put the shards of this rank's counterparts into the memory of the node. One thread does this for one load

@@ -55,7 +55,7 @@ class _Load:
     """Whether nothing used the slot any more when the load began, so that a drive may fill it."""
     num_reading: int = 0
     is_whole: bool = False
-    """Whether all reads are ordered."""
+    """Whether all reads are requested."""
     error: BaseException | None = None
 
     def end_if_done(self) -> None:

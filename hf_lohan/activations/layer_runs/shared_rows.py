@@ -1,4 +1,4 @@
-"""Runs layers on the tokens that one of several ranks has of each row.
+"""Runs layers on one rank's tokens of each row, if several ranks share rows.
 
 The keys and values of a layer go through memory that the ranks share. Each rank writes the keys and values of its
 tokens, waits until all ranks have written, and runs its chunks. The chunks see the keys of earlier tokens on any rank.
@@ -25,8 +25,8 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_KEY_PLACES = 2
-"""Number of buffers for keys and values, which are used in turn. A rank may write to one while another rank still reads
-the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
+"""Number of buffers for keys and values, which are used in turn. A rank may write to a buffer while another rank still
+reads the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -249,7 +249,7 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
         nonlocal adapters
         loader._build_model = functools.partial(_take, loader, base)
         is_weightless = next(base.parameters()).device.type == "meta"
-        prepared = replaced(loader.plugin_manager, pre_model_load=_do_nothing)  # plugins have done so
+        prepared = replaced(loader.plugin_manager, pre_model_load=_do_nothing)  # plugins were called before
         with prepared, _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
             if is_weightless and hasattr(base, "resize_token_embeddings"):
                 resize = base.resize_token_embeddings

@@ -17,7 +17,7 @@ class Addresses:
     """The device memory that the tensors of a step take, with several ways to assign addresses."""
 
     live_bytes: int
-    """Peak of the bytes that exist at the same time. It is a lower bound for all ways."""
+    """Peak of the bytes of all tensors that exist at the same time. No allocator needs less."""
     planned_bytes: int
     """Memory if addresses are planned for all tensors together."""
     caching_bytes: int

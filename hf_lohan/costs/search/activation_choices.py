@@ -106,7 +106,7 @@ class ActivationChoices:
         return [self._fill(order, budget_bytes) for order in orders]
 
     def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
-        """Return the ways to swap activations that are not kept. Only one exists unless `activations` is "auto"."""
+        """Return the ways to swap activations that are not kept. Settings other than "auto" have one way."""
         counts = self._counts
         if activations in ("recompute", "inputs"):
             counts = np.zeros_like(counts[:1])

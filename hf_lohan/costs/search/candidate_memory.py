@@ -30,8 +30,8 @@ class FullestMoment:
     * the swapped activations of the previous layer that are fetched (of a layer in chunks, its input and one chunk);
     * the gradient of a head that is tied to the embeddings, which waits for the embeddings' gradient.
 
-    Or it is in the forward of a layer. Memory then holds the layer's outputs, and the outputs of the two previous
-    layers, which are being copied out.
+    The peak may also be in the forward of a layer. Memory then holds the layer's outputs, and the outputs of the two
+    previous layers, which are being copied out.
     """
 
     def __init__(self, model: ModelProfile, kinds: Sequence[OperationKind], num_together: int = 1) -> None:
@@ -142,7 +142,7 @@ def held_beside(
 ) -> Values:
     """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
     in forward order. ``put_away``: the bytes that activations take after the forward has run a layer, by layer in
-    forward order. The gradients that arrive first, those of the last blocks, have ``num_held_chunks`` buffers."""
+    forward order. The gradients of the last blocks arrive first, and have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)
     stretches: list[tuple[Values, list[BlockGradient]]] = []  # blocks after which activations take equal RAM
     for gradient in gradients:

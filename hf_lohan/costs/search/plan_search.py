@@ -51,7 +51,7 @@ endurance of 1.2 PB in the five years of its warranty."""
 LITTLE_S, LITTLE_BYTES = 0.25, 64 << 20
 """Every step is committed if this takes less than `LITTLE_S` and writes less than `LITTLE_BYTES` in addition."""
 AS_FAST = 1.03
-"""A plan that writes less to the drives may take at most this many times as long as the fastest."""
+"""A plan that writes less to the drives may take at most this many times as long as the fastest plan."""
 EQUALLY_FAST = 1 + 1e-9
 """Among plans within this factor of the fastest, the search chooses the plan whose resources are least busy."""
 
@@ -444,7 +444,7 @@ WORTH_ANOTHER_WAY = 0.99
 
 def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
     """Return the index of the best of ``plans``, and all compared ways if there are several. ``plans`` has one plan for
-    each way to exchange weights and gradients. An earlier way is better unless a later one is clearly faster. If none
+    each way to exchange weights and gradients. An earlier way is better unless a later way is clearly faster. If none
     fits, the first is chosen."""
     best = 0
     for index, plan in enumerate(plans):

@@ -1,4 +1,4 @@
-"""Costs of a step with several ranks. The costs are those of one rank (`StepCosts`), and include the resources that it
+"""Costs of a step with several ranks. The costs are of one rank (`StepCosts`), and include the resources that it
 shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
@@ -34,7 +34,7 @@ it, and the network card reads or writes it."""
 
 
 def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:
-    """Return the cost model for a single rank, or for one of several."""
+    """Return the cost model for a single rank, or for one of several ranks."""
     kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
     return kind(model, hardware, setup)
 
@@ -158,7 +158,7 @@ class RankStepCosts(StepCosts):
         return lanes
 
     def _add_links_between_devices(self, lanes: dict[str, Values], load: ResourceUse) -> None:
-        """Add the lane of links between devices. An exchange stands in one queue with the copies of its direction. If
+        """Add the lane of links between devices. An exchange shares a queue with the copies of its direction. If
         there is no other link between devices, an exchange takes both directions of the link to RAM."""
         hardware = self._hardware
         gathered_s, exchanged_s = (

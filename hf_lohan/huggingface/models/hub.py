@@ -113,7 +113,7 @@ class Checkpoint:
         if absent is not None:
             raise ValueError(
                 f"{name!r} has no safetensors files that are loaded by default ({absent} is missing); load it with "
-                "transformers, save_pretrained it to a folder, and give that folder"
+                "transformers, save it with save_pretrained, and give that folder"
             )
         missing = [file for file in wanted if not _has(folder, file)]
         if missing and reason is not None:
@@ -121,8 +121,7 @@ class Checkpoint:
             if others:
                 raise ValueError(
                     f"{name!r} has no safetensors files in the Hub's cache (only {min(others)}), and the Hub cannot be "
-                    f"reached ({reason}); load it with transformers, save_pretrained it to a folder, and give that "
-                    "folder"
+                    f"reached ({reason}); load it with transformers, save it with save_pretrained, and give that folder"
                 )
             raise ValueError(
                 f"{name!r} is incomplete in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
@@ -434,7 +433,7 @@ class SaidForm:
 
 
 def quantization_of(model_config: Any) -> SaidForm | None:
-    """Return the form in the config of a model or of its text model. None if it describes none."""
+    """Return the form that the config of a model or of its text model describes. None if there is none."""
     text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
     for config in (model_config, text_config):
         said = getattr(config, "quantization_config", None)

@@ -102,7 +102,7 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
         loading = {**(getattr(args, "model_init_kwargs", None) or {}), **loading}
-        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # the latter are arguments of TRL
+        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # only TRL has `model_init_kwargs`
         checkpoint = Checkpoint.open(model, loading, weights=False)
         model_class, asked = loading.pop("model_class", None), loading.pop("dtype", "float32" if is_float32 else "auto")
         config = checkpoint.take_config(loading)

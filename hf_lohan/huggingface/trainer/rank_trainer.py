@@ -182,7 +182,7 @@ class RankTrainerMixin(TrainerMixin):
             self._links,
             f"the last committed step, {last.step}, is lost, because {why_lost}. The run continues from "
             f"{checkpoint or 'its beginning'}, which {cost}. The rest of the old stores stays, and can be used if the "
-            "missing part comes back before this run commits a step",
+            "missing part is restored before this run commits a step",
         )
         return checkpoint
 

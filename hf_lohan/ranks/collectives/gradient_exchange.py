@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""Codecs of published gradients. Others have one of `_DTYPES`. A gradient's form is the index in both tuples joined."""
+"""Codecs of gradients. Uncoded gradients have a dtype of `_DTYPES`. A form is an index in `_DTYPES + _CODECS`."""
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
 """Seconds that a rank without news pauses after a round without news."""
 _CLOSES_WITHIN_S = 2.0
@@ -188,7 +188,7 @@ class GradientExchange:
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """For each chunk of which this rank has news: the ranks that have none."""
+        """For each chunk of which this rank has news: the ranks without news."""
         # Only the thread uses the attributes below.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
@@ -333,7 +333,7 @@ class GradientExchange:
             self._changed.notify_all()
             abandoned = [name for name in self._published if name[0] in self._abandoned]
         self._release_all(abandoned)
-        self._failed(error)  # before others tell this rank of it
+        self._failed(error)  # before other ranks report this failure
         if not isinstance(error, RankFailedError | LaneClosedError):
             self._links.fail(error)
 
@@ -342,7 +342,7 @@ class GradientExchange:
             self._changed.notify_all()
 
     def _next_news(self, rest_s: float) -> list[_News] | None:
-        """Wait until this rank enters a round, without news at least ``rest_s``. Returns news; None after `close`."""
+        """Wait until this rank enters a round, at least ``rest_s`` if it has no news. Returns news; None if closed."""
 
         def enters() -> bool:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
@@ -542,7 +542,7 @@ class GradientExchange:
 
 
 def _by_node(parts: _Told, num_local: int) -> dict[int, PartsOfNode]:
-    """Return the gradients of each node that has some, in the order of nodes."""
+    """Return the gradients by node, in the order of nodes, without nodes that have no gradient."""
     of_nodes: dict[int, list[_ToldPart]] = defaultdict(list)
     for rank, part in parts.items():
         of_nodes[rank // num_local].append(part)

@@ -1,6 +1,6 @@
 """Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival.
 
-Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. Or devices send
+Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. With NCCL, devices send
 gradients to the device of their chunk's owner, which adds them."""
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _decode_and_add(out: Tensor, tiles: Sequence[CodedValues], num_ranks: int) -
 
 def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
     """Raise ValueError if writing a tile of `out` overwrites later elements of `part`."""
-    # Element i of `out` ends at byte 4 (i + 1). No element of `part` after i may begin before that.
+    # Element i of `out` ends at byte 4 (i + 1). Later elements of `part` may not begin before this byte.
     offset = part.data_ptr() - out.data_ptr()
     if offset < (out.itemsize - part.itemsize) * out.numel():
         raise ValueError(
@@ -259,7 +259,7 @@ class DeviceSums:
         self._lane.close()
 
     def _room_for(self, part: Gradient | ValuesOnDevice, member: int, receives: list[tuple[int, Gradient]]) -> Gradient:
-        """Return a gradient of this rank, or memory for one that another rank sends, and note it in ``receives``."""
+        """Return a gradient of this rank, or memory for another rank's gradient, which is noted in ``receives``."""
         if not isinstance(part, ValuesOnDevice):
             return part
         memory = self._received[len(receives)][: part.num_values * part.dtype.itemsize].view(part.dtype)

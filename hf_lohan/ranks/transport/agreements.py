@@ -7,7 +7,7 @@ whether the step is skipped. Ranks whose hyperparameters differ end with an erro
 
 *A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
 because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
-waits for this. This write is a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank
+waits for this agreement. It is a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank
 has begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit
 that all of them have. At most one commit is lost, and no rank coordinates.
 """
@@ -41,7 +41,7 @@ class StepAgreement:
         self._requests_commit = False
         self._ends_run = False
         self.commits_next: bool | None = None
-        """Whether the step after the last applied one is committed, because all ranks requested it; None before the
+        """Whether the step after the last applied step is committed, because all ranks requested it; None before the
         first applied step."""
 
     def compare_settings(self, settings: Callable[[], NamedValues]) -> None:
@@ -53,7 +53,7 @@ class StepAgreement:
         self._requests_end = True
 
     def request_commit(self, is_wanted: bool) -> None:
-        """Set whether this rank requests a commit of the step after the one in progress."""
+        """Set whether this rank requests a commit of the step after the step in progress."""
         self._requests_commit = is_wanted
 
     @property

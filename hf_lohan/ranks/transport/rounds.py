@@ -70,7 +70,7 @@ class Rounds(ABC):
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Serve other ranks for a moment, until all have closed. A rank that waits for this one later gets an error."""
+        """Serve other ranks for a moment, until all have closed. A later wait for this rank raises an error."""
         with self.lock:
             self.is_closed = True
             self.changed.notify_all()

@@ -1,10 +1,10 @@
-"""Finds out which other rank has died, has failed or hangs. All waits of a rank ask it.
+"""Finds out which other rank has died, has failed or hangs, for all waits of a rank.
 
 *A death* on this node is reported by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
 connections open. A death elsewhere breaks connections, and the rank that gives no more notices has ended. *A failure*
-is written to the launcher's store once. The first one wins, so all ranks name the same cause. *A hang* is found in the
-notices: each rank gives its position in each lane. A wait that lasts too long follows "who waits for whom" to a rank
-that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
+is written to the launcher's store once. The first failure wins, so all ranks name the same cause. *A hang* is found in
+the notices: each rank gives its position in each lane. A wait that lasts too long follows "who waits for whom" to a
+rank that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
 """
 
 from __future__ import annotations
