@@ -80,7 +80,7 @@ class WeightProvider(Protocol):
         """Return an ordinary parameter with the same values. Raises RuntimeError if this may copy a whole model."""
 
     def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Make absent parameters ordinary ones within the context, and store changed values at its end."""
+        """Make absent parameters ordinary parameters within the context, and store changed values at its end."""
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         """Record a view of an absent parameter, because autograd may save the view."""

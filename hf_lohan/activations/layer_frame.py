@@ -218,7 +218,7 @@ def _calling(function: Callable[[], None]) -> Iterator[None]:
 
 
 class _FrameMode(TorchDispatchMode):
-    """Sees the operations of a frame's layer: stores outputs in the forward, and gives them in the recomputation."""
+    """Sees the operations of a frame's layer: stores outputs in the forward, and returns them in the recomputation."""
 
     supports_higher_order_operators = True
 

@@ -29,7 +29,7 @@ a hole in the heap. No tensor of the same size fits into the hole, because glibc
 tensor. So the heap would grow by all bytes that a forward swaps."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
-"""Memory in RAM or None, an offset on the SSD, and a function that frees either."""
+"""Memory in RAM or None, an offset on the SSD, and a function that frees this space."""
 
 
 @dataclass(eq=False)

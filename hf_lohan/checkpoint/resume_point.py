@@ -123,7 +123,7 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str
     found: set[str | None] = {of_rank for of_rank, _ in points}
     if not any(is_own for _, is_own in points) or None in found or (LAST_STEP in found and len(found) > 1):
         return None
-    # Some machines may not see the newest checkpoint yet, so all ranks take the newest that every machine sees.
+    # Some machines may not see the newest checkpoint yet, so all ranks take the newest one that all machines see.
     return min((of_rank for of_rank in found if of_rank is not None), key=_step_in_name)
 
 

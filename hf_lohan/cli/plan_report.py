@@ -222,7 +222,7 @@ def longest_row_text(planned: PlannedRun) -> str:
     if not longest.num_tokens:
         return "No row fits this machine alone in its batch."
     if longest.is_longest_tried:
-        return f"A row of {longest.num_tokens} tokens fits, alone in its batch; longer ones were not tried."
+        return f"A row of {longest.num_tokens} tokens fits, alone in its batch; longer rows were not tried."
     return f"The longest row that fits, alone in its batch, has {longest.num_tokens} tokens."
 
 

@@ -308,7 +308,7 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
 
 
 def _cuttable(request: PlanRequest, model: nn.Module, layout: OffloadLayout) -> ChunkedLayers | None:
-    """Return the layers that can run in chunks; None if none can."""
+    """Return the layers that can run in chunks, or None."""
     if layout.model_blocks.experts or request.fused == "compile":
         return None
     names = {module: name for name, module in model.named_modules()}

@@ -164,7 +164,7 @@ def shared_segments(
     the rows that one rank has for one expert.
 
     ``counts`` [ranks][experts]: the number of rows of each segment. ``owners``: each expert's rank. Segments with fewer
-    than ``least_rows`` rows stay with their owners. The result depends on nothing else, so that all ranks get the same.
+    than ``least_rows`` rows stay with their owners. The result depends on nothing else, so all ranks agree.
     """
     shared: dict[tuple[int, int], int] = {}
     for first in range(0, len(counts), num_local):

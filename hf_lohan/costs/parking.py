@@ -4,8 +4,8 @@ In a backward gradients arrive from the last block to the first, and the next fo
 the forward takes F seconds and the backward B seconds, about F / (B + F) of the updates fit under the forward. Parked
 updates are spread evenly over the model. At each moment of the backward the same share of the arrived gradients
 may be applied, so the drives never lack work. At each block of the forward the same share of its updates must be
-done, so computing waits as little as possible. Any other set of the same size makes one of the two wait: the first
-blocks are needed too early, and the last blocks leave the drives without work when the backward begins.
+done, so computing waits as little as possible. Any other set of the same size makes computing or the drives wait: the
+first blocks are needed too early, and the last blocks leave the drives without work when the backward begins.
 """
 
 from __future__ import annotations

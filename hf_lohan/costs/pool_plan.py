@@ -69,7 +69,7 @@ of the model or of a layer begins. But kept activations save more time, so they 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
-"""Wanted size of a buffer. Drives read pieces of this size about as fast as larger ones."""
+"""Wanted size of a buffer. Drives read pieces of this size about as fast as larger pieces."""
 ROWS_GRANULES = 8
 """Number of granules of an embedding table that are read at once, to get some of its rows."""
 STAGING_SHARE = 64

@@ -166,7 +166,7 @@ class PlannedMemory:
             self.set_placements(swap_everything(self.sizes, self.layout.activation_ram_bytes // self.num_together))
 
     def set_placements(self, placements: ActivationPlacements) -> None:
-        """Follow `placements` from now on. The first placements that need memory allocate it for all later ones."""
+        """Follow `placements` from now on. Memory is allocated once, for the first placements that need it."""
         self._end_watching()
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())

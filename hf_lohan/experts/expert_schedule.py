@@ -105,7 +105,7 @@ class Trust:
     @property
     def is_in_router(self) -> bool:
         """Whether to load the experts that the router predicts. True if most of the router's predictions were right,
-        and more than those from past use. True until known."""
+        and more of them than of the predictions from past use. True until known."""
         return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
 
 

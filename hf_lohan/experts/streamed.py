@@ -128,8 +128,8 @@ class StreamedExperts:
 
     def _work(self, call: Call, forward: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
         """Compute the results of all groups. Lent experts are computed in their turns, and in backward in reverse
-        order. The others are computed while this rank would wait for other ranks. Of these, experts in slots are first,
-        and then loaded experts in the order of their arrival."""
+        order. Other experts are computed while this rank would wait for other ranks. Of these, experts in slots are
+        first, and then loaded experts in the order of their arrival."""
         loader, lending, is_back = self._parts.loader, self._parts.places.lending, call is Call.BACKWARD
         lent = in_turns(lent[::-1] if is_back else lent, gives_gradients=is_back and any(map(_trained, self._blocks)))
         is_shared, own_lent = {item.expert for item in lent}, [item.expert for item in lent if item.is_own]

@@ -23,7 +23,7 @@ def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) ->
     ``kept_as`` is a second name for the old file in the same folder. This name exists whenever the new file exists.
 
     Raises `CapacityError` or `StorageError` and leaves the old file unchanged. If only the last sync failed, the new
-    file is in place, and a power cut may restore the old one.
+    file is in place, and a power cut may restore the old file.
     """
     fresh = f"{file}.new"
     try:

@@ -23,7 +23,7 @@ _MIN_SIDE = 128
 """Minimum side of a cropped matrix. Products with shorter sides are slower."""
 _FIRST_TRIAL_FLOPS = 1e8
 _MAX_GROWTH = 16.0
-"""Maximum growth from one trial to the next. Small products predict large ones poorly, as they have fewer FLOP/s."""
+"""Maximum growth from one trial to the next. Small products have fewer FLOP/s, and predict large products poorly."""
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""

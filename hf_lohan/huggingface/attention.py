@@ -548,7 +548,7 @@ class LayerCall:
         rows, length = self._shape[:2]
         token_dim = _only_dim(value, length, preferred=1)
         row_dim = None
-        if rows > 1:  # the dimension of rows precedes the dimension of tokens, and a later one may have the same size
+        if rows > 1:  # rows precede tokens, and a later dimension may have the same size
             row_dim = _only_dim(value, rows, preferred=0, before=token_dim)
         if row_dim is not None:
             value = value.narrow(row_dim, tokens.first_row, tokens.last_row - tokens.first_row)

@@ -90,7 +90,7 @@ class LocalRun:
         default_ssd_path: str | Path,
         device: Device | None = None,
     ) -> LocalRun:
-        """Open ``torch_device`` (None is the GPU if there is one), or use ``device``. Resolve the settings. With
+        """Open ``torch_device`` (None is the GPU, or else the CPU), or use ``device``. Resolve the settings. With
         `trace` the device's timeline starts recording. Raises ValueError if no run can begin with these settings, paths
         and stores."""
         settings = offload if isinstance(offload, OffloadConfig) else settings_given(offload)

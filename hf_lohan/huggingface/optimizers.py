@@ -118,8 +118,8 @@ def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> Off
         )
     if config.optimizer_state_dtype not in ("auto", "int8"):
         raise ValueError(
-            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave the latter out, or set "
-            "optim='adamw_torch'"
+            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave optimizer_state_dtype "
+            "out, or set optim='adamw_torch'"
         )
     if config.optimizer_state_dtype == "int8":
         return config

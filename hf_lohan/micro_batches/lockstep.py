@@ -161,7 +161,7 @@ class SequenceNumbers:
     """Threads take turns, and this numbers their autograd nodes as if one thread recorded all nodes.
 
     Each thread has a counter, and autograd's backward runs the ready node with the highest number first. A counter
-    cannot be set, but each recorded node increases it. A temporary view, which takes less than a microsecond, does so.
+    cannot be set, but each recorded node increases it. A temporary view increases it in under a microsecond.
     """
 
     def __init__(self) -> None:

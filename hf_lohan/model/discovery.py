@@ -179,7 +179,7 @@ def discover_blocks(
     parameter keeps its dtype. A block has parameters of one dtype and one rule, so a module with several has several
     blocks. `by_rows` is the weight of which only rows are loaded to the device (`table_of_rows`), unless it stays
     there. `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a
-    dtype that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
+    dtype that cannot be trained, a quantization that packs nothing, or a trained parameter in the memory of another.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -270,8 +270,8 @@ def discover_blocks(
 
 
 def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ValueError if a trained parameter has elements in common with another parameter. The store has them apart,
-    so an update of one would not reach the other."""
+    """Raise ValueError if a trained parameter has elements in common with another parameter. The store has separate
+    elements for each, so an update of one would not reach the other."""
     in_storage: dict[int, list[nn.Parameter]] = {}
     for parameter in names:
         if type(parameter) is nn.Parameter and parameter.numel():

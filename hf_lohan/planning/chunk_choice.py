@@ -13,7 +13,7 @@ from hf_lohan.costs.fitting import layer_working_bytes, tied_gradient_bytes
 LEAST_CHUNK_TOKENS = 256
 """Smaller chunks make matrix products slow, and hardly save memory."""
 _NUM_COMPARED = 3
-"""Number of chunk sizes to compare: the largest that fits, and smaller ones, which leave more room for activations."""
+"""Number of chunk sizes to compare: the largest that fits, and smaller sizes, which leave more room for activations."""
 _AS_GOOD = 1.01
 """Larger chunks are taken unless a step with smaller chunks is shorter by this factor."""
 

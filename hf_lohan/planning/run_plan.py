@@ -408,7 +408,7 @@ class RunPlan:
             self.now = _scaled_to_measured(tried, tried_s)
             return None
         logger.info(
-            "steps of the second plan took %.3g s, and steps of the first plan %.3g s, so the first is used again",
+            "steps of the second plan took %.3g s, and steps of the first plan %.3g s, so the first plan is used again",
             tried_s,
             before_s,
         )

@@ -176,5 +176,5 @@ def _refuse_differences(offers: Sequence[_Offer]) -> None:
             if value != offers[0].settings[name]:
                 raise ConfigError(
                     f"{name} is {offers[0].settings[name]!r} on rank 0 and {value!r} on rank {rank}; give all ranks "
-                    "the same offload settings; only ssd paths may differ"
+                    "the same offload settings, except ssd paths"
                 )

@@ -151,7 +151,7 @@ def plan_step(
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    # If layers fit whole with micro-batches in turn, they stay whole for joint ones: chunks would change numbers.
+    # If layers fit whole with micro-batches in turn, they stay whole with joint micro-batches, for equal numbers.
     stays_whole = fits_whole and chunk_tokens is None and config.chunks.layers == AUTO
     together = replace(
         planner,

@@ -238,7 +238,7 @@ class CommitSequence:
 
     def set_agreement(self, agreement: Agreement) -> None:
         """Commit together with other ranks from now on. The previous commit then stays until all ranks have the new
-        one."""
+        commit."""
         self._agreement, self._is_agreed = agreement, not agreement.keeps_previous
         self._group_id = None
 

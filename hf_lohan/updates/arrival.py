@@ -90,7 +90,7 @@ class GradientArrivals:
     def exclude(self, blocks: Collection[Block]) -> None:
         """Note that the backward, if it is the step's last, reaches none of these blocks. Ranks publish gradients in
         the order of their backwards, so that no gradient waits in a buffer until another rank publishes its gradient
-        much later. Gradients of earlier backwards, to which this one adds nothing, have this order too."""
+        much later. Gradients of earlier backwards, to which this backward adds nothing, have this order too."""
         if blocks and self._context.is_final:
             self._held_back.extend(sorted(self._pipeline.exclude(blocks), key=self._order.__getitem__))
 

@@ -211,7 +211,7 @@ class GradientNorms:
 
     def __init__(self, slices: Iterable[ParamSlice]) -> None:
         """``slices``: all slices in the model's order. With several ranks, each rank measures its part of the sums over
-        all ranks. All ranks exchange their `measured` norms, so all have the same."""
+        all ranks. All ranks exchange their `measured` norms, so all ranks have the same norms."""
         self._order = list(slices)
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
@@ -405,7 +405,7 @@ class HeldGradients:
             self._unmeasured.add(key)
         block = gradient.chunk.block
         if self._setup.keeps_gradient_dtypes and gradient.dtype != block.master.working_dtype:
-            # Memory was planned for one backward per step, so RAM has no place for a sum.
+            # Memory was planned for one backward per step, so RAM has no room for a sum.
             self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
         elif self._setup.spilled_blocks and self._setup.shared_ram is not None and self._setup.shared_ram.num_bytes:
             self._hold_where_there_is_room(key, is_final=is_final)
@@ -448,8 +448,8 @@ class HeldGradients:
 
     def _last_in_buffers(self) -> _Key | None:
         """Return the key of the gradient that is needed last, among those in buffers that may be spilled. The buffers
-        have room for all gradients that must not be spilled. So if they are full when one of these arrives, another can
-        be spilled."""
+        have room for all gradients that must not be spilled. So if they are full when such a gradient arrives, another
+        gradient can be spilled."""
         while self._may_be_spilled:
             position, index = self._may_be_spilled[0]
             if (-position, -index) in self._in_buffers:

@@ -285,7 +285,7 @@ class GradientPipeline:
         self._guesses.are_wanted = is_wanted
 
     def undo_guesses(self) -> set[Block]:
-        """Undo the updates that the step in progress made on a guess, because a reader needs the weights before them.
+        """Undo the updates that the step in progress made on a guess, because a reader needs the weights without them.
         Returns the blocks whose records change back."""
         return self._guesses.undo_guesses(self._worker.undo_guesses)
 

@@ -171,8 +171,8 @@ class StepTransaction:
             )
 
     def undo_guesses(self) -> None:
-        """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
-        any more."""
+        """Undo guesses, because the step needs its old weights again. Later steps probably need theirs too, so no step
+        guesses any more."""
         if undone := self._pipeline.undo_guesses():
             self._clip_history.never_speculate()
             self._slots.forget(undone)
@@ -232,9 +232,9 @@ class StepTransaction:
         if self._pipeline.trains_nothing:
             self._abandon()
             raise RuntimeError(
-                "no trained weight got a gradient in this step, so the loss does not depend on any (torch calls this "
-                "'element 0 of tensors does not require grad'); unmerge or enable the adapters, and compute the loss "
-                "from outputs of the model that are not detached"
+                "no trained weight got a gradient in this step, so the loss depends on no trained weight (torch calls "
+                "this 'element 0 of tensors does not require grad'); unmerge or enable the adapters, and compute the "
+                "loss from outputs of the model that are not detached"
             )
         with self._slots.changing():
             if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:

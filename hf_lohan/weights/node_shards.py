@@ -130,7 +130,7 @@ class DeviceCopies:
 
         def fill() -> None:
             self._fill(block, weights, entry, coded, bring)
-            # A slot without all parts is never published, because this waits.
+            # A slot without all parts is never published, because this call waits.
             ready.append(self._device.record(Lane.H2D))
             ready[0].synchronize()
 

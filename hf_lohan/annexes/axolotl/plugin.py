@@ -126,7 +126,7 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def settings_in(cfg: Any) -> Any:
-    """Return the section `lohan` in plain types, or None if there is none, or if the command does not train."""
+    """Return the section `lohan` in plain types, or None without this section or if the command does not train."""
     is_training = not (cfg.get("merge_lora") or cfg.get("inference"))
     return _plain(cfg.get("lohan")) if is_training else None
 
@@ -314,7 +314,7 @@ def _class_of(loader: Any) -> Any:
 
 
 def _quantization_of(loader: Any) -> Any:
-    """Return the quantization config for the base. None if none is set, or if the checkpoint is already quantized."""
+    """Return the quantization config for the base, if one is set and the checkpoint is not already quantized."""
     if getattr(loader.model_config, "quantization_config", None) is not None:
         return None
     return loader.model_kwargs.get("quantization_config")

@@ -172,7 +172,7 @@ def _group(
             reloaded = reload_bytes(layer) if operation.loads_experts else 0.0
             key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded, operation.loads_experts)
             kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
-    # Rounded, because kinds with equal benefits must not change places with the rate of the device.
+    # Rounded, so that the order of kinds with equal benefits does not depend on the rate of the device.
     return sorted(kinds.values(), key=lambda kind: -float(f"{kind.benefit:.9g}"))
 
 

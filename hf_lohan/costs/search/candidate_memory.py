@@ -120,9 +120,9 @@ def put_away_through(
     spilled_bytes: Values,
 ) -> dict[str, Values]:
     """Return the RAM that activations take after a forward has run each layer, for each candidate. ``kinds``: for each
-    kind, the bytes of an operation and the layers that have one. ``swapped`` [candidates, kinds]: number of swapped
-    operations, counted from the first layer. The first ``num_inputs`` layer inputs are swapped too. The activations
-    that are swapped first move on to the SSD, ``spilled_bytes`` in all."""
+    kind, the bytes of an operation and the layers with this operation. ``swapped`` [candidates, kinds]: number of
+    swapped operations, counted from the first layer. The first ``num_inputs`` layer inputs are swapped too. The
+    activations that are swapped first move on to the SSD, ``spilled_bytes`` in all."""
     output_bytes = np.array([num_bytes for num_bytes, _ in kinds], dtype=np.float64)
     put_away, input_bytes = {}, 0
     for index, layer in enumerate(layers):

@@ -340,7 +340,7 @@ class _Search:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
-        held_bytes = max(0, gradients_in_ram - in_ram)  # gradients reuse the RAM of activations, and this is the rest
+        held_bytes = max(0, gradients_in_ram - in_ram)  # the gradients that do not fit the RAM of activations
         num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
         own_bytes = {
             "buffers": setup.cpu_fixed_bytes,

@@ -29,8 +29,8 @@ from hf_lohan.costs.step.step_costs import (
 )
 
 SOCKET_PASSES = 6
-"""RAM accesses for one byte that is sent and one byte that is received. For each, the kernel's copy reads and writes
-it, and the network card reads or writes it."""
+"""RAM accesses for one byte that is sent and one byte that is received. For each byte, the kernel's copy reads and
+writes, and the network card reads or writes."""
 
 
 def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:

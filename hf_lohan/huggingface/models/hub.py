@@ -93,7 +93,7 @@ class Checkpoint:
             validate_repo_id(name)
         except HFValidationError:
             raise ValueError(
-                f"{name!r} is not a checkpoint folder; give the path of one, or the name of a model in the Hub"
+                f"{name!r} is not a checkpoint folder; give such a folder, or the name of a model in the Hub"
             ) from None
         if os.path.exists(name):
             raise ValueError(f"{name!r} is not a checkpoint folder, but a file; give the path of a folder")
@@ -130,7 +130,7 @@ class Checkpoint:
         return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
 
     def read_config(self) -> Any:
-        """Return the transformers config. Raises ValueError if there is none, or if it needs code without
+        """Return the transformers config. Raises ValueError if there is no config, or if it needs code without
         `trust_remote_code`."""
         file = Path(self.folder) / CONFIG_NAME
         if not file.is_file() and _has(self.folder, "adapter_config.json"):
@@ -248,7 +248,7 @@ def adapter_folder(adapter: str | Path) -> str:
             folder = snapshot_download(name, allow_patterns=[*_ADAPTER_FILES, *_SMALL_FILES])
         except HFValidationError:
             raise ValueError(
-                f"{name!r} is not a folder with an adapter; give the path of one, or the name of an adapter in the Hub"
+                f"{name!r} is not a folder with an adapter; give such a folder, or the name of an adapter in the Hub"
             ) from None
         except _FAILURES as error:
             raise _not_found(name, {}, error) from error

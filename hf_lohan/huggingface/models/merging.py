@@ -165,7 +165,7 @@ def _with_saved_adapter(
 
 def _is_projection(adapted: nn.Module, name: str, saved: Tensor | None) -> bool:
     """Return whether a saved tensor is a random projection of VeRA that equals the model's. PEFT before 0.21 generates
-    projections when it loads an adapter, and does not expect saved ones."""
+    projections when it loads an adapter, and does not expect saved projections."""
     end = f".{name.rpartition('.')[2]}.default"
     buffers = (buffer for buffer_name, buffer in adapted.named_buffers() if buffer_name.endswith(end))
     return saved is not None and any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)

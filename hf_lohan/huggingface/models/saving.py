@@ -117,7 +117,7 @@ class SavedWeights(Mapping[str, Tensor]):
         """Return a copy of a weight."""
 
     def _merged(self, name: str) -> Tensor | None:
-        """Return a weight with adapters merged into it, or None if none are merged. The last result is kept."""
+        """Return a weight with adapters merged into it, or None without such adapters. The last result is kept."""
         parameter = self._parameters[name]
         if self._merges is None or parameter not in self._merges:
             return None

@@ -251,7 +251,7 @@ class RankTrainerMixin(TrainerMixin):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but the model's forward gets the rows if the batch has only this rank's part of each."""
+        """Same as upstream, but the model's forward gets the rows if the batch has only parts of them."""
         rows = inputs.get(ROWS)
         if rows is None:
             return super().compute_loss(model, inputs, *args, **kwargs)

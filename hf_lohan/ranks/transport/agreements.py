@@ -27,7 +27,7 @@ END_OF_STEP = "the end of the step"
 """Tag of the exchange at the end of a step, for errors of ranks that do different things."""
 _DROPS, _COMMITS_NEXT, _ENDS_RUN = 1, 2, 4
 _NO_COMMIT = ("", 0)
-"""The commit of a rank that has none, and the commit before a rank's first."""
+"""The commit of a rank without commits, and the commit before a rank's first commit."""
 
 
 class StepAgreement:

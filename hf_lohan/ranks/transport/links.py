@@ -113,8 +113,8 @@ class Links:
         stops_compute: bool = False,
         connect: Callable[[Any, int, int], Any] | None = None,
     ) -> RankLane:
-        """Make a lane of ``members``, by default all ranks, together with them. All ranks open their lanes of one name
-        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
+        """Make a lane of ``members``, by default all ranks, together with these ranks. All ranks open their lanes of
+        one name in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
         ``connect(store, place, num_members)`` makes the process group, by default a gloo group. Raises RankFailedError
         and RankTimeoutError."""
         members = list(range(self.ranks.num_ranks)) if members is None else list(members)

@@ -169,7 +169,7 @@ class NoticeBoard:
             )
 
     def _end(self) -> None:
-        """Write the last notice, and wait until it is read. The end of this process may lose it or end the store."""
+        """Write the last notice, and wait until it is read. An earlier end may lose it or end the store."""
         self._tell_failures()
         self._write(has_left=not self._failure.is_known)
         until_s = time.monotonic() + _LAST_WORDS_S

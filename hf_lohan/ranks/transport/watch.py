@@ -400,7 +400,7 @@ class Watch:
                 self._settle(silent, self._silent_text(silent, round(silent_s), what) if is_stopped else ended)
 
     def _on_lost_store(self, error: RuntimeError) -> None:
-        """The process of rank 0 may have had the store. If it ends well, other ranks may continue without it."""
+        """The process of rank 0 may have had the store. If rank 0 ends well, other ranks may continue without it."""
         if self._board.has_left(0):
             return
         fd = (self._exits or {}).get(0)
