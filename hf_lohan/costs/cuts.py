@@ -113,8 +113,8 @@ def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_loca
 
     ``counts`` [layers][experts]: the rows of each expert. Experts are divided among nodes of ``num_local`` ranks, and
     then among the ranks of each node. The expert with the most rows goes first, to the receiver with the fewest rows.
-    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if these
-    are as even.
+    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if they are
+    as even.
     """
     nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
     divided: list[list[list[int]]] = []
@@ -210,7 +210,7 @@ def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank
 
 
 def _element_at(cost: float, trained: int) -> float:
-    """Return the element before which all elements of the block together have this cost."""
+    """Return the element up to which the elements of the block have this cost in total."""
     return cost / TRAINED_COST if cost <= TRAINED_COST * trained else trained + cost - TRAINED_COST * trained
 
 

@@ -43,8 +43,8 @@ class DeviceProfile:
 GPU_LINKS = ("nvlink", "pcie", "none")
 """Links between the GPUs of a machine."""
 ASSUMED_NVLINK_BYTES_PER_S = 45e9
-"""The rate of NVLink if it is not known: 80% of the rate of two RTX 3090's bridge. This bridge has four links of 14.06
-GB/s in each direction. Server cards have more and faster links. Not measured."""
+"""The rate of NVLink if it is not known: 80% of the rate of the bridge of two RTX 3090. This bridge has four links of
+14.06 GB/s in each direction. Server cards have more and faster links. Not measured."""
 
 COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
 """Fields of `DeviceProfile` that depend on the shapes of a batch."""
@@ -101,8 +101,8 @@ class HardwareProfile:
 
     @property
     def between_gpus_bytes_per_s(self) -> float:
-        """The rate of links between GPUs. If it is not known, it is assumed: PCIe from GPU to GPU takes as long as the
-        slower direction of a copy from or to RAM."""
+        """The rate of links between GPUs. An unknown rate is assumed: `ASSUMED_NVLINK_BYTES_PER_S`, or for PCIe the
+        rate of the slower direction of copies from and to RAM."""
         if self.gpu_link_bytes_per_s is not None:
             return self.gpu_link_bytes_per_s
         return ASSUMED_NVLINK_BYTES_PER_S if self.gpu_link == "nvlink" else self._slower_copy_bytes_per_s

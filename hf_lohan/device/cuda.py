@@ -292,7 +292,7 @@ def grow_segments(device_index: int) -> bool:
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
         logger.info("the CUDA driver or allocator cannot grow segments, so device memory may fragment more")
         return False
-    # New settings replace all earlier ones.
+    # New settings replace all earlier settings.
     set_allocator_settings(",".join(one for one in (settings, f"{_EXPANDABLE}:True") if one))
     return True
 

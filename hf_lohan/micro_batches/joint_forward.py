@@ -339,7 +339,7 @@ class MicroBatchHeads:
         return gate if hidden is output else type(output)((gate, *output[1:]))
 
     def run_backward_of(self, micro_batch: int, losses: Sequence[Tensor]) -> None:
-        """Run the backward of a micro-batch's head after its forwards. ``losses`` are those of the micro-batch."""
+        """Run the backward of a micro-batch's head after its forwards. ``losses``: its losses."""
         gates = self._gates.pop(micro_batch, [])
         leaves = _leaves_behind(gates[0], losses[0], self._is_leaf) if len(gates) == len(losses) == 1 else None
         if leaves is None:

@@ -165,7 +165,7 @@ def encode_master_(master: Tensor, working: Tensor, residual: Tensor) -> Tensor:
     ties, which `close_ties_` needs. A NaN stays a NaN, but may lose its payload."""
     bits = master.view(torch.int32)
     working.copy_(master)
-    residual.copy_(bits)  # keeps the low bits, and the working weight has none there
+    residual.copy_(bits)  # keeps the low bits, which the working weight does not have
     # numpy compares integers ten times faster than torch.
     halfway = torch.from_numpy((residual.numpy() == NO_TIES).nonzero()[0])
     was_rounded_down = bits[halfway].bitwise_right_shift_(_LOW_BITS) == working.view(torch.int16)[halfway]

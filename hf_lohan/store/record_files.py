@@ -86,7 +86,7 @@ class RecordFiles:
         is_scratch: bool = False,
         hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """Create files of one home, and replace existing ones. Raises the errors of `HomeFiles.create`."""
+        """Create files of one home, and replace existing files. Raises the errors of `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 

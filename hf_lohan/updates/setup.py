@@ -35,7 +35,7 @@ class UpdateSetup:
     states: BufferPool
     """Buffers in which chunks are updated."""
     gradients: BufferPool
-    """Buffers in which gradients arrive and are held. Updates after backward may borrow free ones."""
+    """Buffers in which gradients arrive and are held. Updates after backward may borrow free buffers."""
     num_arrival_buffers: int
     """Number of buffers of `gradients` that are never borrowed."""
     recall: BufferPool

@@ -115,9 +115,9 @@ class StepLifetimes:
         tensors: Sequence[TensorLifetime],
         traced: Sequence[TensorLifetime] = (),
     ) -> None:
-        """``operation_s``: seconds of each operation. ``traced``: the tensors that operations make. A run allocates
-        only these during a step. In ``traced``, gradients are freed when they are complete, because a run sends them to
-        the host."""
+        """``operation_s``: seconds of each operation. ``traced``: the tensors that operations make. A run allocates no
+        other tensors during a step. In ``traced``, gradients are freed when they are complete, because a run sends them
+        to the host."""
         self.tensors = tensors
         self._traced = traced
         self._seconds: _Floats = np.asarray(operation_s, dtype=np.float64)

@@ -201,7 +201,7 @@ class BlockTrace:
     experts: ExpertsTrace | None = None
     """Experts that stream one by one."""
     num_chunks: int = 1
-    """See `BlockProfile`, as for the next two."""
+    """See `BlockProfile` for this and the next two fields."""
     repeated_flops: int = 0
     repeated_bytes: int = 0
     times: int = 1

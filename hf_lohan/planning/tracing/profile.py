@@ -197,8 +197,8 @@ def _block_profile(
 def _experts_profile(
     modules: Sequence[nn.Module], traced: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
 ) -> ExpertsProfile | None:
-    """Return the profile of one layer's experts. If the forward did not reach them, each token is assumed to choose
-    one."""
+    """Return the profile of one layer's experts. If the forward did not reach them, each token is assumed to choose one
+    expert."""
     of_layer = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
     if not of_layer:
         return None
@@ -216,7 +216,7 @@ def _experts_profile(
 
 
 def with_owners(profile: ModelProfile, blocks: ModelBlocks) -> ModelProfile:
-    """Return the profile with the ranks that own the experts of each layer. Traces are kept without these ranks."""
+    """Return the profile with the ranks that own the experts of each layer. Kept traces do not have these ranks."""
     owners = {
         of[0].name: tuple(block.owner for block in of if block.owner is not None) for of in blocks.experts.values()
     }

@@ -38,7 +38,7 @@ from hf_lohan.threads import start_thread
 
 _LOOK_S = 0.05
 _ANSWER_S = 0.5
-"""Seconds in which the store answers. If the store does not, its node may be gone."""
+"""Seconds in which the store answers. Without an answer, its node may be gone."""
 _VERDICT_S = 2.0
 """Seconds without a notice after which a rank has ended, if connections broke. Notices are written twice a second."""
 _CYCLE_S = 3.0
@@ -297,7 +297,7 @@ class Watch:
             stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > patience_s]
             if path[1:]:
                 concerned = [next((rank for rank in cycle if not calls[rank]), path[-1])]
-            else:  # all have begun, and the bytes of one do not arrive
+            else:  # all ranks have begun, and bytes of one rank do not arrive
                 members = set(self._members[lane]) - {self.ranks.rank}
                 concerned = sorted(members, key=self.ranks.on_this_node.__contains__)
             if stopped or all(self._board.unchanged_s(rank) > self.timeout_s for rank in concerned):
