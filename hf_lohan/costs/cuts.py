@@ -91,7 +91,7 @@ def cut_for_ranks(
 
 
 def _nearest_granule(records: Sequence[tuple[int, int]], wanted: float) -> int:
-    """Return the nearest start of a granule, or end of a record. ``records``: the size and the granule of each."""
+    """Return the nearest start of a granule or end of a record. ``records``: their sizes and granules."""
     start = 0
     for numel, granule in records:
         if wanted <= start + numel:
