@@ -4,7 +4,7 @@ A reshard writes new stores under the next generation, beside the old stores, an
 the newest complete generation until all ranks have committed the copy; then the new one is. So a
 process that is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step
 commits without these names. If the source has later steps, the source continues. An incomplete copy is ignored only
-while its source is there. If a part of other stores is gone, an older generation does not replace them silently.
+while its source is there. If a part of other stores is gone, no older generation replaces them silently.
 """
 
 from __future__ import annotations

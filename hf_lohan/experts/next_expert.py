@@ -35,7 +35,7 @@ class ExpertFigures:
 
 class FarthestUse:
     """Finds the slot whose block is needed last (`ExpertSchedule.next_use`). Call `note_next_use` when a block's next
-    use changes. No call is needed if the place of the use has passed."""
+    use changes. If only the place of the use has passed, no call is needed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)

@@ -542,7 +542,7 @@ class GradientExchange:
 
 
 def _by_node(parts: _Told, num_local: int) -> dict[int, PartsOfNode]:
-    """Return the gradients by node, in the order of nodes, without nodes that have no gradient."""
+    """Return the gradients by node, in the order of nodes. Only nodes with a gradient are included."""
     of_nodes: dict[int, list[_ToldPart]] = defaultdict(list)
     for rank, part in parts.items():
         of_nodes[rank // num_local].append(part)
