@@ -337,7 +337,7 @@ class ModelProfile:
         layer. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
         layers = {block.name: block.experts for block in self.blocks}
         if unknown := [name for name in counts if layers.get(name) is None]:
-            raise ValueError(f"the routing histogram has the layer {unknown[0]}, which has no streamed experts")
+            raise ValueError(f"the routing histogram has {unknown[0]}, which has no streamed experts; leave it out")
         routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
         blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))

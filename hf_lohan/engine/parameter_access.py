@@ -137,7 +137,7 @@ class ParameterAccess:
         """Store a weight of any dtype on any device. A bfloat16 store keeps trained float32 values exactly."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}; reshape it")
         self.write_elements(name, 0, source)
 
     @torch.no_grad()
