@@ -242,7 +242,7 @@ def _call_on_placeholder(name: str, func: Callable[..., Any], args: tuple[Any, .
         tensor = args[0]
         return f"{type(tensor).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, in the store)"
     elif name in _CASTS and not isinstance(args[0], AbsentTensor | AbsentParameter):
-        return func(*args, **kwargs)  # cast another tensor to the dtype of an absent one
+        return func(*args, **kwargs)  # cast another tensor to the dtype of an absent tensor
     elif name in _CASTS and (True in args[1:] or kwargs.get("copy")):
         return NotImplemented  # the caller asked for a copy
     elif name in _CASTS:
@@ -332,8 +332,8 @@ def _provider_of(parameter: nn.Parameter) -> WeightProvider | None:
 
 
 def _by_provider(parameters: Iterable[nn.Parameter], name: str) -> dict[WeightProvider, list[nn.Parameter]]:
-    """Group absent parameters by their model's provider. Raises RuntimeError if a model is gone; the error says that
-    the function ``name`` was called."""
+    """Group absent parameters by their model's provider. Raises RuntimeError if a model was deleted. The error names
+    the function ``name``."""
     groups: dict[WeightProvider, list[nn.Parameter]] = {}
     for parameter in parameters:
         provider = _provider_of(parameter)
@@ -373,7 +373,7 @@ def _call_with_values(name: str, func: Callable[..., Any], args: tuple[Any, ...]
             if isinstance(leaf, AbsentTensor):
                 parameter = leaf.weight_view.parameter
                 return leaf.weight_view.apply_to(lenders[parameter].weight(parameter))
-            # A parameter that was loaded to a slot no longer has the class of an absent one.
+            # A parameter that was loaded to a slot no longer has the class of absent parameters.
             is_borrowed = isinstance(leaf, nn.Parameter) and leaf in lenders
             return lenders[leaf].weight(leaf) if is_borrowed else leaf
 

@@ -30,7 +30,7 @@ class StandIn:
 
 
 class StandIns:
-    """The stand-ins of one model. Each has its own storage, by which views of it are recognized."""
+    """The stand-ins of one model. Each has its own storage, by which its views are recognized."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

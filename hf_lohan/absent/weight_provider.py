@@ -1,4 +1,4 @@
-"""How absent weights are borrowed, and the errors of calls that cannot borrow them."""
+"""The interface that lends absent weights, and the errors of calls that cannot borrow them."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class WeightProvider(Protocol):
         """Return an ordinary parameter with the same values. Raises RuntimeError if this may copy a whole model."""
 
     def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Make absent parameters ordinary ones within the context, and store changed values at its end."""
+        """Make absent parameters ordinary parameters within the context, and store changed values at its end."""
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         """Record a view of an absent parameter, because autograd may save the view."""
 
 
 def weight_refusal(name: str) -> str:
-    """Return the error for a call ``name`` that cannot read absent weights. It lists the calls that can."""
+    """Return the error for a call ``name`` that cannot read absent weights. It lists calls that can read them."""
     call = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy"}.get(name, name)
     if name == "setting .data":
         call += " (as peft.prepare_model_for_kbit_training does: leave it out)"
@@ -117,7 +117,7 @@ def inputs_refusal() -> str:
 
 
 def gradient_refusal(name: str) -> str:
-    """Return the error for a call that cannot read a moved gradient. It lists the calls that replace it."""
+    """Return the error for a call that cannot read a moved gradient. It lists calls to use instead."""
     return (
         f"a gradient of an offloaded model was moved to the optimizer, so {name} cannot read it; clip with "
         "accelerator.clip_grad_norm_ or max_grad_norm, and scale the loss instead of gradients"

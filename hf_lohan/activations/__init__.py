@@ -2,7 +2,7 @@
 
 `tiers` runs each layer in a `layer_frame`, which sees every operation and passes outputs to the `swapper` (LoHan,
 MEMO). A `swapped_tensor` represents a tensor that was swapped out. `trace` records the first step for the planner.
-`chunked_head` computes the loss for some tokens at a time; until then `pending_logits` stand for the logits.
+`chunked_head` computes the loss for some tokens at a time. Until then `pending_logits` represent the logits.
 """
 
 from hf_lohan.activations.chunked_head import ChunkedHead, ChunkedLoss, Smoothing, chunked_head_of, has_foreign_forward

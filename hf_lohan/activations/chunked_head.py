@@ -121,10 +121,10 @@ class ChunkedHead:
 
     def attach(self, last_step: Callable[[], object] = lambda: None) -> Callable[[], None]:
         """Replace the head's forward, and return a function that restores it. ``last_step`` returns a new object after
-        each step, because an optimizer's writes may not change the parameters' versions."""
+        each step, because an optimizer's writes do not always change the parameters' versions."""
         self._last_step = last_step
         head: Any = self._head
-        before = vars(head).get("forward")  # a wrapper may have set it on the instance
+        before = vars(head).get("forward")  # a wrapper may have set `forward` on the instance
         handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._model.register_forward_hook(self._end, always_call=True),

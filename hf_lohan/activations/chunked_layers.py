@@ -32,7 +32,7 @@ _NUM_TRIED = 8
 
 
 class _EvenDraws(TorchDispatchMode):
-    """Replaces random numbers by equal ones, so that the outputs of two runs can be compared."""
+    """Replaces random numbers by equal numbers, so that the outputs of two runs can be compared."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ class ChunkedLayer:
 
     def attach(self) -> None:
         """Replace the layer's forward."""
-        self._before = vars(self.layer).get("forward")  # a wrapper may have set it on the instance
+        self._before = vars(self.layer).get("forward")  # a wrapper may have set `forward` on the instance
         self.layer.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class ChunkedLayer:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunk_tokens: int
     ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]] | None:
         """Return inputs, hidden states and chunks of a call on fake tensors. None if the layer would run whole, as far
-        as this can be found without values."""
+        as fake tensors show this."""
         self.reason_on_paper = None
         hidden, inputs = self._inputs_of(self.layer, args, kwargs)
         if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
@@ -304,7 +304,7 @@ class ChunkedLayers:
         call. In the context ``masks_pending``, a forward makes no masks of all pairs of tokens. ``norms``: norms
         outside the layers."""
         self.chunk_tokens: int | None = None
-        """Number of tokens in a chunk. None runs whole layers."""
+        """Number of tokens in a chunk; None while layers run whole."""
         self.masks_pending = masks_pending
         self.shared_rows: RowsOfRanks | None = None
         """The rows of the running forward, if their other tokens are on other ranks."""
@@ -347,7 +347,7 @@ class ChunkedLayers:
         return self.chunk_tokens if self.has_cut else None
 
     def cut(self, chunk_tokens: int | None) -> None:
-        """Run layers in chunks of this number of tokens from the next layer on. None runs whole layers. The first call
+        """Run layers in chunks of this number of tokens from the next layer on, or whole with None. The first call
         with a number replaces the layers' forwards."""
         self.chunk_tokens = chunk_tokens
         if chunk_tokens is not None:

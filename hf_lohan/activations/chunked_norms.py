@@ -48,7 +48,7 @@ class ChunkedNorm:
     def attach(self) -> None:
         """Replace the norm's forward."""
         if getattr(vars(self._norm).get("forward"), "__self__", None) is not self:
-            self._before = vars(self._norm).get("forward")  # a wrapper may have set it on the instance
+            self._before = vars(self._norm).get("forward")  # a wrapper may have set `forward` on the instance
             self._norm.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class _NormRun:
         """The device type, and autocast's dtype and state in the forward."""
 
     def __iter__(self) -> Iterator[TokenRange]:
-        """Yield the chunks. A trace gets the first, which represents all chunks but the last, and the last."""
+        """Yield the chunks. A trace gets the first chunk, which represents all but the last, and the last chunk."""
         repeat, num_alike = self.norm.on_repeat, len(self._chunks) - 1
         if repeat is None or num_alike < 2:
             yield from self._chunks

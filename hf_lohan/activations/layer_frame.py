@@ -101,7 +101,7 @@ class LayerFrame:
         return _FrameMode(self, recomputes=False), _FrameMode(self, recomputes=True)
 
     def contexts_of_whole(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return contexts that see no operations. Nothing but the layer's input is stored."""
+        """Return contexts that see no operations. Only the layer's input is stored."""
         return _calling(self.begin_forward), _calling(self.begin_backward)
 
     @contextlib.contextmanager
@@ -218,7 +218,7 @@ def _calling(function: Callable[[], None]) -> Iterator[None]:
 
 
 class _FrameMode(TorchDispatchMode):
-    """Sees the operations of a frame's layer: stores outputs in the forward, and gives them in the recomputation."""
+    """Sees the operations of a frame's layer: stores outputs in the forward, and returns them in the recomputation."""
 
     supports_higher_order_operators = True
 

@@ -71,7 +71,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """A tensor that is swapped out. Its room in RAM or on the SSD is freed with the last reference to this object.
+    """A tensor that is swapped out. Its space in RAM or on the SSD is freed with the last reference to this object.
 
     The swapper's thread sets the fields, unless noted.
     """
@@ -91,7 +91,7 @@ class SwappedTensor:
     version: int
     """The tensor's version when it was swapped out."""
     free: Callable[[HostRead | None], None]
-    """Frees the room. The argument is the last copy from the room, if any. A destructor may call this."""
+    """Frees this space. The argument is the last copy from it, if any. A destructor may call this."""
     run_later: Callable[[Callable[[], object]], None]
     """Runs a function on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
@@ -123,7 +123,7 @@ class SwappedTensor:
         was_read = self.last_read is not None or self.region is None
         if self.ready is None and was_read and all(request.done() for request in self.writes):
             self.free(self.last_read)
-        else:  # copies to or from the room may still run
+        else:  # copies to or from this space may still run
             self.run_later(partial(_free_when_quiet, self.writes, self.ready or self.stored, self.free))
 
 

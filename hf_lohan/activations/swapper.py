@@ -25,11 +25,11 @@ SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
 _KEPT_HOLES_BYTES = 128 << 20
 """If the device is the CPU: number of swapped bytes after which glibc returns its free memory. A swapped tensor leaves
-a hole in the heap. No tensor of the same size fits into it, because glibc needs a larger hole to align the tensor. So
-the heap would grow by all bytes that a forward swaps."""
+a hole in the heap. No tensor of the same size fits into the hole, because glibc needs a larger hole to align the
+tensor. So the heap would grow by all bytes that a forward swaps."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
-"""Memory in RAM or None, an offset on the SSD, and a function that frees this room."""
+"""Memory in RAM or None, an offset on the SSD, and a function that frees this space."""
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class _Spill:
 class ActivationSwapper:
     """Swaps tensors out (`swap_out`) and in (`prefetch`, then `swap_in`). Swapping in is fastest in reverse order.
 
-    The computing thread calls it; on CUDA also autograd's thread, but not both at once. Copies and I/O run in a thread
-    of the swapper.
+    The computing thread calls it, and on CUDA also autograd's thread, but not both at once. Copies and I/O run in a
+    thread of the swapper.
     """
 
     def __init__(self, device: Device, ram: HostStack | None = None) -> None:
@@ -223,7 +223,7 @@ class ActivationSwapper:
             else:
                 self._spill_out(swapped, flat)
         except BaseException as error:
-            swapped.error = error  # swap_in raises it; this thread continues
+            swapped.error = error  # swap_in raises it, and this thread continues
         finally:
             if swapped.direct_bytes:  # its memory is read until the first write is done
                 swapped.writes[0].add_done_callback(partial(_end_store, swapped))
@@ -236,7 +236,7 @@ class ActivationSwapper:
         assert spill is not None
         whole = swapped.num_bytes // GRANULE_NUMEL * GRANULE_NUMEL
         if whole and spill.hasher is not None and spill.hasher.can_hash(flat):
-            hashes = spill.hasher.hashes(flat[:whole], GRANULE_NUMEL, Lane.D2H)  # waits until the tensor is there
+            hashes = spill.hasher.hashes(flat[:whole], GRANULE_NUMEL, Lane.D2H)  # waits for the tensor
             checksums = hashes.numpy().view(np.uint64)
             request = spill.files.write(SPILL_BLOCK, SPILL_KIND, swapped.spill_start, flat[:whole], checksums=checksums)
             swapped.writes.append(request)
@@ -275,7 +275,7 @@ class ActivationSwapper:
             self._return_holes(swapped.num_bytes)
 
     def _return_holes(self, num_bytes: int) -> None:
-        """Count a tensor that came or left, and return free memory after enough of them."""
+        """Count the bytes of a moved tensor, and return free memory after enough bytes."""
         if not self._device.shares_cores:
             return
         self._holes_bytes += num_bytes

@@ -94,8 +94,8 @@ class ActivationTiers:
             self._stretches[name] = number
 
     def set_windows(self, *, fetch_ahead: int, layers_leaving: int) -> None:
-        """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and let the
-        tensors of ``layers_leaving`` layers remain on the device after their forward."""
+        """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and keep the
+        tensors of ``layers_leaving`` layers on the device after their forward."""
         self._fetch_ahead, self._layers_leaving = fetch_ahead, layers_leaving
 
     def run_layer(self, function: Any, *args: Any) -> Any:
@@ -141,7 +141,7 @@ class ActivationTiers:
         self.swapper.mark(name)
         return output
 
-    # Layers in chunks (`ChunkFrames`). Each chunk has a frame, and the placements hold for every chunk.
+    # Layers in chunks (`ChunkFrames`). Each chunk has a frame, and the placements apply to every chunk.
 
     def begin_chunk(self, layer_name: str) -> LayerFrame | None:
         """Begin a chunk of a layer. Returns None if everything is recomputed."""

@@ -101,7 +101,7 @@ class RowPieces:
 
 @dataclass(frozen=True, eq=False)
 class CutRows:
-    """The rows of a batch that several ranks share, with the data of all their tokens that masks need."""
+    """The rows of a batch that several ranks share, and the data of all their tokens for masks."""
 
     pieces: RowPieces
     documents: Tensor | None

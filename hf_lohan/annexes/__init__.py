@@ -1,6 +1,6 @@
 """Annexes: optional parts. The rest of the library is the core, which works without them.
 
-Each package here is one annex, and its docstring says what it adds and what it costs. An annex may import the core. The
+Each package here is one annex, and its docstring states its use and its costs. An annex may import the core. The
 core does not import an annex. One file of the core finds the annex by name. Without the annex, this file either uses a
 default that does nothing (`find_annex`) or refuses settings that need the annex (`need_annex`). `tests/test_house.py`
 checks the imports, and `tests/annexes/test_removed.py` removes each annex in turn.
@@ -33,7 +33,7 @@ def find_annex(name: str) -> Any:
 
 
 def need_annex(name: str, asked: str) -> Any:
-    """Return the package of an annex. Raises ValueError without it. ``asked``: the setting or option that needs it."""
+    """Return the package of an annex, or raise ValueError. ``asked``: the setting or option that needs it."""
     annex = find_annex(name)
     if annex is None:
         raise ValueError(_missing(name, asked))

@@ -12,7 +12,7 @@ _STOCK_STEM = "rng_state"
 
 
 class EpochRandomNumbers:
-    """The random number generators' state at the start of the epoch. Samplers draw the epoch's data order from it.
+    """The random number generators' state at the start of the epoch. Samplers draw the data order from this state.
 
     transformers saves only the state at the checkpointed step. A sampler restarted from that state would draw a
     different order for the rest of the epoch. (accelerate's seedable sampler is not affected.)

@@ -1,10 +1,10 @@
 """Chooses the stores that a run continues: the newest generation in which all ranks have a common commit.
 
-A reshard writes new stores under the next generation, beside the old stores, and renames nothing. Until all ranks have
-committed the copy, the old generation is the newest complete generation. Then the new generation is. So a process that
-is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step commits
-without these names. If the source has later steps, the source continues. An incomplete copy is ignored only while its
-source is there. If a part of other stores is gone, an older generation does not replace them silently.
+A reshard writes new stores under the next generation, beside the old stores, and renames nothing. The old generation is
+the newest complete generation until all ranks have committed the copy; then the new one is. So a
+process that is killed at any instant leaves one state. Commits of a copy name its source stores, until the first step
+commits without these names. If the source has later steps, the source continues. An incomplete copy is ignored only
+while its source is there. If a part of other stores is gone, no older generation replaces them silently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_resumable(commit: Commit) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """The facts about a commit of a store that a rank tells the other ranks."""
+    """Facts about a commit of a store. A rank sends them to the other ranks."""
 
     group_id: str
     number: int
@@ -100,7 +100,7 @@ class SeenStore:
     fingerprint: str = ""
     commits: tuple[Kept, ...] = ()
     damage: str = ""
-    """The error that reading its commits raised, or ""."""
+    """The error of reading its commits, or ""."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> SeenStore:
@@ -176,7 +176,7 @@ class RunStores:
     """"own": each rank of this run has its store. "reshardable": all stores are there, but for another number of ranks
     or in other places. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
     directories: Sequence[Sequence[str]] = field(repr=False)
-    """Lists of ssd paths, without a rank's folder. The first list is that of this rank."""
+    """Lists of ssd paths, without a rank's folder. The first list is this rank's."""
     generation: int = 0
     """Generation of the stores of this run. With "reshardable" and "lost", the run must still create these stores."""
     found: StoreSet | None = field(default=None, repr=False)
@@ -185,7 +185,7 @@ class RunStores:
     is_of_launch: bool = False
     """Whether an earlier attempt of this launch has committed to the found stores."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
-    """Maps (rank of this run, rank of a found store) to the folders in which the first sees the store of the second."""
+    """Maps (rank of this run, rank of a found store) to the folders in which the former rank sees this store."""
     unneeded: tuple[SeenStore, ...] = field(default=(), repr=False)
     """Older stores and incomplete copies, which no run needs."""
 
@@ -331,7 +331,7 @@ def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: 
 
 def _refuse_half_moved(path: str) -> None:
     """Raise ValueError if an older version of this library was killed while it replaced old stores by new stores. Then
-    the folder may have some of each."""
+    the folder may have old and new stores."""
     notes = glob(os.path.join(escape(path), "old-store-of-*", "moving-*.json"))
     new = glob(os.path.join(escape(path), "new-store-of-*", "rank-*"))
     if notes and new:
@@ -368,8 +368,8 @@ def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> See
 
 
 def _choose(sets: Sequence[StoreSet], num_ranks: int | None, rank: int | None) -> tuple[StoreSet | None, str]:
-    """Return the stores that continue and "". If a part of them is gone, return the rest and the reason why no step can
-    be resumed. The caller is ``rank`` of ``num_ranks``; both are None for a process that runs alone."""
+    """Return the stores that continue, and "" as the reason. If a part of them is gone, return the rest and the reason
+    why no step can be resumed. The caller is ``rank`` of ``num_ranks``. Both are None for a process that runs alone."""
     unsure: StoreSet | None = None
     for generation in sorted({one.generation for one in sets}, reverse=True):
         here = [one for one in sets if one.generation == generation]

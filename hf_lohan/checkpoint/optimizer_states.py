@@ -312,8 +312,8 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
     if index.optimizer_state_dtype != moment_dtype:
         raise ValueError(
             f"the optimizer states in {str(index.folder)!r} were saved with "
-            f"{states_setting(index.optimizer_state_dtype)}, and this run has {states_setting(moment_dtype)}; set it "
-            "as in the saved run, or start a new run from the checkpoint's weights"
+            f"{states_setting(index.optimizer_state_dtype)}, and this run has {states_setting(moment_dtype)}; use the "
+            "setting of the saved run, or start a new run from the checkpoint's weights"
         )
     if moment_dtype != "float32" and any(
         part.start % SCALE_BLOCK_NUMEL or part.first % SCALE_BLOCK_NUMEL

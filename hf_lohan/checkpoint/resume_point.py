@@ -60,7 +60,7 @@ class ResumePoint:
 
         `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
         the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
-        together, and resume from the newest step that all have. Raises ValueError if there is nothing to resume from.
+        together, and resume from the newest step of all ranks. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
             if asked not in (None, False):
@@ -123,7 +123,7 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str
     found: set[str | None] = {of_rank for of_rank, _ in points}
     if not any(is_own for _, is_own in points) or None in found or (LAST_STEP in found and len(found) > 1):
         return None
-    # Some machines may not see the newest checkpoint yet, so all ranks take the newest that every machine sees.
+    # Some machines may not see the newest checkpoint yet, so all ranks take the newest one that all machines see.
     return min((of_rank for of_rank in found if of_rank is not None), key=_step_in_name)
 
 

@@ -137,7 +137,7 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
     check_new(output)
     missing = missing_answers(answers)
     if missing and not _has_terminal():
-        raise ValueError(f"no terminal to ask in; also give {', '.join(missing)}")
+        raise ValueError(f"there is no terminal for the questions; also give {', '.join(missing)}")
     for question in QUESTIONS:
         while answers[question.name] is None:
             answer = typer.prompt(question.text, default=question.default)

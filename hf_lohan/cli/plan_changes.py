@@ -108,8 +108,8 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
 
 
 def with_other_experts(planned: PlannedRun) -> PlannedRun | None:
-    """Return the plan with undivided experts if `experts.parallel: auto` divides them among ranks, or the reverse. None
-    if the settings, the model or the budgets leave no choice."""
+    """Return the plan with undivided experts if `experts.parallel: auto` divides them, or else with divided experts.
+    None if the settings, the model or the budgets leave no choice."""
     config = planned.config
     is_open = planned.plan.prediction.ranks is not None and config.experts.parallel == config.experts.load == "auto"
     if not (is_open and find_experts(planned.model)):

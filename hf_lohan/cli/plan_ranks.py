@@ -239,8 +239,8 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
 
 
 def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> Iterator[str]:
-    """Yield lines for runs in which each expert belongs to one of several ranks: how many tokens cost fewer bytes than
-    weights would, and how evenly a measured routing divides the rows among ranks."""
+    """Yield lines for runs in which each expert belongs to one of several ranks: the number of tokens up to which rows
+    take fewer bytes than weights, and the rows of the most loaded rank."""
     ranks = plan.prediction.ranks
     if ranks is not None and ranks.rows_equal_weights_at_tokens is not None:
         yield (

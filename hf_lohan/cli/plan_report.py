@@ -222,7 +222,7 @@ def longest_row_text(planned: PlannedRun) -> str:
     if not longest.num_tokens:
         return "No row fits this machine alone in its batch."
     if longest.is_longest_tried:
-        return f"A row of {longest.num_tokens} tokens fits, alone in its batch; longer ones were not tried."
+        return f"A row of {longest.num_tokens} tokens fits, alone in its batch; longer rows were not tried."
     return f"The longest row that fits, alone in its batch, has {longest.num_tokens} tokens."
 
 
@@ -418,12 +418,12 @@ def _parked(planned: PlannedRun) -> Iterable[str]:
 
 
 def _rows(planned: PlannedRun) -> Iterable[str]:
-    """Yield a sentence on the rows of embeddings that come to the device."""
+    """Yield a sentence on the rows of embeddings that are copied to the device."""
     for block in planned.profile.blocks:
         if block.rows is not None:
             yield (
-                f"Embeddings take {format_bytes(block.param_bytes)}. Only the rows of a micro-batch's tokens come to "
-                f"the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM, "
+                f"Embeddings take {format_bytes(block.param_bytes)}. Only the rows of a micro-batch's tokens are "
+                f"copied to the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM, "
                 f"{format_bytes(block.rows.read_bytes)} are read for these rows."
             )
 
@@ -543,7 +543,7 @@ def hiding(planned: PlannedRun) -> str:
 def _what_helps(planned: PlannedRun) -> Iterable[str]:
     for change in nearest_changes(planned):
         rate = change.planned.plan.prediction.tokens_per_s
-        yield f"With {change.description}, it would be {rate:.4g} tokens/s ({change.times_faster:.2f} x as fast)."
+        yield f"With {change.description}, the run reaches {rate:.4g} tokens/s ({change.times_faster:.2f} x as fast)."
 
 
 def without_offloading(planned: PlannedRun) -> str:
@@ -551,9 +551,9 @@ def without_offloading(planned: PlannedRun) -> str:
     fit = planned.plan.in_memory
     needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
     if not fit.fits:
-        return f"It does not fit without offloading: it needs {needed} of device memory."
+        return f"The model does not fit without offloading: it needs {needed} of device memory."
     how = ", its activations recomputed" if fit.activations == "recompute" else ""
-    return f"It fits without offloading ({needed} of device memory{how}), so train it without."
+    return f"The model fits without offloading ({needed} of device memory{how}), so train it without."
 
 
 def _purchases(planned: PlannedRun) -> Table:

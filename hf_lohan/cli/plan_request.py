@@ -73,11 +73,11 @@ class PlannedRun(PlannedStep):
 
 @dataclass(frozen=True, slots=True)
 class OtherMachine:
-    """A machine and settings that replace those of the request."""
+    """A machine and settings in place of the request's."""
 
     hardware: HardwareProfile
     settings: tuple[tuple[str, Any], ...] = ()
-    """Settings that differ from those of the request."""
+    """Settings that differ from the request's."""
     ram_factor: int = 1
     """Multiplies the RAM and `cpu_memory`. The additional RAM may hold copies of records."""
 
@@ -244,7 +244,7 @@ def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: b
 
 def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run if each batch has one row. The settings and the division
-    of RAM are those of the run."""
+    of RAM are the run's."""
     chunks = _cuttable(planned.request, planned.model, planned.layout)
     shared = planned.config.ranks.per_row
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
@@ -308,7 +308,7 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
 
 
 def _cuttable(request: PlanRequest, model: nn.Module, layout: OffloadLayout) -> ChunkedLayers | None:
-    """Return the layers that can run in chunks; None if none can."""
+    """Return the layers that can run in chunks, or None."""
     if layout.model_blocks.experts or request.fused == "compile":
         return None
     names = {module: name for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""The machine of a plan, and how long each kind of work keeps each resource busy."""
+"""The machine of a plan, and the seconds of each kind of work on each resource."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _container(facts: MachineFacts) -> Check:
 
 def _file_system(facts: PathFacts) -> Check:
     kind = facts.file_system
-    reached = "choose a directory on a drive of this machine, because this one is on a network or a server"
+    reached = "choose a directory on a drive of this machine, because this directory is on a network or a server"
     layer = "mount a directory of the host's drive and use that, because this one is a container's layer"
     return _check(
         "file system",
@@ -222,7 +222,7 @@ def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 1
         checks.append(_check("all paths together", value, (is_slow, COULD_BE_BETTER, advice)))
     if mixed is not None:
         is_slow = mixed < _MIXED_FRACTION * 2 / (1 / read + 1 / write)  # rate of reads and writes in turns
-        advice = "do nothing, because plans count it; a drive with more cache loses less"
+        advice = "do nothing, because plans count this loss; a drive with more cache loses less"
         checks.append(_check("reads and writes mixed", gb_per_s(mixed), (is_slow, COULD_BE_BETTER, advice)))
     return [*checks, _optimizer(profile, update_bytes)]
 
@@ -249,7 +249,7 @@ def _links(profile: HardwareProfile) -> list[Check]:
         for name, rate in (("host to device", h2d), ("device to host", d2h))
     ]
     if both is not None:
-        advice = "do nothing, because plans count it (some links and virtual machines carry one direction at a time)"
+        advice = "do nothing, because plans count this (some links and virtual machines carry one direction at a time)"
         is_slow = both < _DUPLEX_FRACTION * min(h2d, d2h)
         checks.append(_check("both ways at once", gb_per_s(both), (is_slow, COULD_BE_BETTER, advice)))
     return checks

@@ -19,8 +19,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is _MISSING:  # it has the attribute of its class, or none
-                with suppress(AttributeError):  # the value was not set, because an earlier one could not be
+            if value is _MISSING:  # ``owner`` has the attribute of its class, or none
+                with suppress(AttributeError):  # an earlier value could not be set, so this value was not
                     delattr(owner, name)
             else:
                 setattr(owner, name, value)

@@ -346,7 +346,7 @@ def using_attention_kernels(kernels: list[SDPBackend]) -> Iterator[None]:
 
 
 def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-    """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
+    """Return the attention of the last tokens of a row over all earlier tokens and themselves, without a mask.
 
     Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size]. There are not fewer keys than queries. If
     no kernel does this, attention over earlier keys and causal attention over the queries' own keys are joined. A mask

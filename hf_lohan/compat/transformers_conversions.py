@@ -204,7 +204,7 @@ def bytes_in_file(source: Any) -> int:
 @contextlib.contextmanager
 def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` load the tensors that ``replace`` returns for a checkpoint's tensors, which are not read
-    yet. A tensor with a method ``decode(first row, last row, dtype)`` is read by it. A tensor whose ``is_stored`` is
+    yet. A method ``decode(first row, last row, dtype)`` of a tensor reads it. A tensor whose ``is_stored`` is
     true is on meta. The weight that is made from the tensor is passed as a whole to ``take`` of `loaded_in_rows`."""
     stock = modeling_utils.convert_and_load_state_dict_in_model
 
@@ -240,7 +240,7 @@ def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesO
         replaced(core_model_loading, spawn_materialize=lambda _pool, tensor, *_, **__: tensor),
         replaced(WeightConverter, convert=convert),
         replaced(WeightRenaming, convert=convert),
-        replaced(model, _weight_conversions=None),  # which the call sets
+        replaced(model, _weight_conversions=None),  # set by `from_pretrained`
         patch_environment(**_IN_ORDER),
     ):
         core_model_loading.convert_and_load_state_dict_in_model(

@@ -101,7 +101,7 @@ def own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 def runs_as_checkpoint(layer: Any) -> bool:
-    """Return whether the forward of a layer's class calls `run_layer`. Before transformers 5.23, `__call__` does."""
+    """Return whether a layer's forward calls `run_layer`. Before transformers 5.23, only `__call__` calls it."""
     is_on = getattr(layer, "gradient_checkpointing", False) and layer.training and torch.is_grad_enabled()
     return bool(is_on) and _may_checkpoint(type(layer).forward)
 

@@ -67,7 +67,7 @@ def default_arguments(trainer_class: type, model: Any) -> Any:
 
 
 def generations(trainer: Any) -> Any:
-    """Return GRPO's unused generations, one batch for each micro-batch, or None if the next step generates new ones."""
+    """Return GRPO's unused generations, one batch for each micro-batch, or None if the next step generates."""
     args = trainer.args
     if getattr(trainer, "_buffered_inputs", None) is None:
         return None

@@ -77,7 +77,7 @@ def _of_ram(answer: str, *, on_cpu: bool = False) -> dict[str, Any]:
     if answer.strip().lower() == AUTO:
         return {}
     if _SIZE.fullmatch(answer.strip()) is None:
-        raise ConfigError(f"the RAM {answer!r} is not a size; give one such as 64GB, or auto")
+        raise ConfigError(f"the RAM {answer!r} is not a size; give a size such as 64GB, or auto")
     return {"cpu_memory": _shown(ram_of_auto(_bytes_of(answer.strip()), memory_is_host=on_cpu))}
 
 

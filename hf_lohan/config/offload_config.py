@@ -118,7 +118,7 @@ class OffloadConfig:
 
     cpu_memory: int | Literal["auto"] = setting(AUTO, check_size, here=lambda config, free: free.ram_bytes(config))
     """Maximum host memory for buffers, copies of records and swapped activations. "auto" is 85% of the free memory, or
-    all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other things, such as workers of the data loader.
+    all but 6 GiB if that is less, but at least 60%. The 6 GiB are for other uses, such as workers of the data loader.
     If the device computes in host memory, "auto" is 60%."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = setting(
@@ -173,7 +173,7 @@ class OffloadConfig:
 
     embedding: Embedding = setting(AUTO, choice(Embedding))
     """How the input embeddings are loaded to the device. "whole" loads the table. "rows" loads only the rows of a
-    batch's tokens, and only the gradients of these rows leave the device. With several ranks, each row comes from the
+    batch's tokens, and only the gradients of these rows leave the device. With several ranks, each row is sent by the
     rank that owns it. Only rows are sent between machines, and `ranks.collectives` never rounds them. "rows" changes no
     number on a CPU. On a GPU, with one rank, the norm for clipping sums the table's gradient in another order. A table
     is always loaded whole if it is tied to the head or not only used for lookups. "auto" is "whole"."""
@@ -211,8 +211,8 @@ class OffloadConfig:
     gpu_direct: bool | Literal["auto"] = setting(AUTO, or_auto(check_flag))
     """Whether weights and swapped activations move between the SSDs and the GPU without passing through host memory
     (GPUDirect Storage). "auto" does so if a trial reads and writes faster than through host memory. With true, the run
-    ends if the machine does not support it. It needs a data-center or professional GPU, not a GeForce, and nvidia-fs or
-    p2pdma for the drives. Checksums are then computed on the GPU. The setting changes no number."""
+    ends if the machine lacks support. GPUDirect Storage needs a data-center or professional GPU, not a GeForce, and
+    nvidia-fs or p2pdma for the drives. Checksums are then computed on the GPU. The setting changes no number."""
 
     trace: bool = setting(False, check_flag)
     """Whether every task of every lane is recorded and written to `lohan/trace.json` at the end of training."""

@@ -84,7 +84,7 @@ AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
-    """Convert a mapping, or a word in place of it, to an ``of``. Raises ConfigError."""
+    """Convert a mapping, or a word in place of it, to an instance of ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
         case SettingTable() if isinstance(value, of):
@@ -114,7 +114,7 @@ class ExpertSettings(SettingTable):
     load: LoadExperts = setting(AUTO, choice(LoadExperts))
     """How experts are loaded to the device. "with_layer" loads all experts of a layer at once. "streamed" loads them
     one by one, so that only two experts must fit, not two layers. It sums the norm for clipping over experts in
-    float64. This norm is closer to the true norm than that of stock torch, but not bitwise equal. "auto" streams
+    float64. This norm is closer to the true norm than stock torch's norm, but not bitwise equal. "auto" streams
     experts if two layers and the gradients of all experts of a layer take more than half of `gpu_memory`. A run with an
     existing store keeps the choice of the store."""
 
@@ -162,8 +162,8 @@ class RankSettings(SettingTable):
     NAME = "ranks"
 
     collectives: Collectives = setting(ANY_EXACT_WAY, check_collectives)
-    """How ranks exchange weights and gradients. "exact" is the way that the plan predicts to be fastest among those
-    without rounding. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets
+    """How ranks exchange weights and gradients. "exact" is the way without rounding that the plan predicts to be
+    fastest. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets
     single parts. `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step. `backward` reads
     weights from all nodes ("world"), or from a copy in each node ("node", or "ram" or "ssd" to say where). A number
     shares one copy among this number of ranks, a multiple of the ranks of a node. `gradients` are sent "exact", in
@@ -227,7 +227,7 @@ class Switches(SettingTable):
     time on each lane, as TeraIO does, and supports one rank only. "auto" is "algorithm_1"."""
 
     resident_records: ResidentRecords = setting(AUTO, choice(ResidentRecords))
-    """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with those read most."""
+    """Records with a copy in host memory: none, or as many as fit `cpu_memory`, beginning with the most read."""
 
     io_threads: int | Literal["auto"] = setting(AUTO, or_auto(partial(check_number, most=_MAX_IO_THREADS)))
     """Number of threads that read and write the store. "auto" is one for each CPU, at least 2 and at most 8."""

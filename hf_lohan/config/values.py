@@ -141,7 +141,7 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
 def or_auto(
     check: Callable[[str, object], Checked], words: str = ", or 'auto'"
 ) -> Callable[[str, object], Checked | Literal["auto"]]:
-    """Return a check that accepts "auto" and what ``check`` accepts. ``words`` end the error for other values."""
+    """Return a check that accepts "auto", and else calls ``check``. ``words`` end the error for other values."""
 
     def check_or_auto(name: str, value: object) -> Checked | Literal["auto"]:
         if value == AUTO:

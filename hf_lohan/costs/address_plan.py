@@ -1,6 +1,6 @@
 """Gives tensors addresses in one piece of memory. Tensors overlap only if they exist at different times.
 
-As in MEMO, addresses are planned for a known step. Best fit by size takes the place of MEMO's mixed integer program,
+As in MEMO, addresses are planned for a known step. Best fit by size replaces MEMO's mixed integer program,
 because in all traced steps it needs no more memory than the tensors that exist at one time.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 ALIGN_BYTES = 512
-"""Addresses and sizes are multiples of this, as those of PyTorch's allocator are."""
+"""Addresses and sizes are multiples of this, as in PyTorch's allocator."""
 _PART = 32
 """Length of a range of times. Only tensors that exist in the same range are compared."""
 

@@ -1,7 +1,7 @@
 """The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Numbers of bytes are those that one node sends (its *egress*). A node receives
+once for each node, not for each rank. Numbers of bytes are the *egress* of one node. A node receives
 the same number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
@@ -30,8 +30,8 @@ NodeTransport: TypeAlias = Literal["host", "nccl"]
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
-"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of them change in a step. A rate of 1e-4
-gives 1620."""
+"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of the weights change in a step. At 1e-4,
+1620 were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Collectives:
 
     backward: BackwardSource = "auto"
     """Source of weights in backward. With "world" all nodes send them again. "node" is a copy in each node, in "ram" or
-    on the "ssd". "auto" is the fastest by the plan. "delta" needs a copy."""
+    on the "ssd". "auto" is the source with the fastest plan. "delta" needs a copy."""
 
     gradients: GradientCodec = "exact"
     """Gradients between nodes. "exact" sends float32 sums, and "int8" and "int4" round them."""
@@ -104,7 +104,7 @@ class Collectives:
 
     @classmethod
     def of_setting(cls, fields: Mapping[str, Any]) -> Collectives:
-        """Return the ways of a table. `backward` may be a number of ranks. Raises ValueError."""
+        """Return the ways that a table sets. `backward` may be a number of ranks. Raises ValueError."""
         number = fields.get("backward")
         if type(number) is int:
             return cls(**{**fields, "backward": "node", "group_ranks": number})
@@ -122,7 +122,7 @@ class Collectives:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a rank also keeps its own shard as it sent it, to compute the change of the next step."""
+        """Whether a rank also keeps its own shard as sent, to compute the change of the next step."""
         return self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, Any]:
@@ -200,15 +200,15 @@ def collectives_of_word(word: str) -> Collectives:
 
 def all_ways() -> tuple[Collectives, ...]:
     """Return all ways to exchange weights and gradients between nodes, and the ways of ZeRO++ that also round within
-    nodes. Ways that round nothing come first."""
+    nodes. Ways that round nothing are first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
     return (*sorted(ways, key=lambda way: not way.is_exact), *ZERO_PLUS_PLUS.open_ways())
 
 
 def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) -> tuple[Collectives, ...]:
-    """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, one of all nodes
-    is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups that are
-    not whole nodes, or not equal, and for groups of several nodes if ``asked`` has only "delta"."""
+    """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, a group of all
+    nodes is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups
+    that are not whole nodes, or not equal, and for groups of several nodes if ``asked`` has only "delta"."""
     ways, groups_of_delta = [], []
     for way in asked:
         group, num_ranks = way.group_ranks, num_nodes * num_local
@@ -218,7 +218,7 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
                 f"ranks of a node share one copy in its memory, so a group is whole nodes: give a multiple of "
                 f"{num_local} that divides {num_ranks}, or node"
             )
-        if group not in (None, num_local) and way.forward == "delta":  # it needs all weights of the step before
+        if group not in (None, num_local) and way.forward == "delta":  # "delta" needs all weights of the step before
             groups_of_delta.append(group)
             continue
         if group == num_ranks:
@@ -228,8 +228,8 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
         ways.append(replace(WAY_WITHIN_A_NODE, within=way.within) if num_ranks == num_local else way)
     if groups_of_delta and not ways:
         raise ValueError(
-            f"ranks.collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
-            f"{groups_of_delta[0]} it keeps only a part of them; set backward to node, or forward to exact or int8"
+            "ranks.collectives: forward: delta needs a copy of all weights in each node, and with backward: "
+            f"{groups_of_delta[0]} a node keeps only a part; set backward to node, or forward to exact or int8"
         )
     return tuple(dict.fromkeys(ways))
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, chain, pairwise
 
 _EVEN_PARTS = 16
-"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
+"""Ranks have about equally many rows if the most loaded rank has at most 1 + 1 / `_EVEN_PARTS` times the mean."""
 _NUM_TRIED = 16
 """Number of long segments that are searched for a segment of the receiver's own rows."""
 
@@ -91,7 +91,7 @@ def cut_for_ranks(
 
 
 def _nearest_granule(records: Sequence[tuple[int, int]], wanted: float) -> int:
-    """Return the nearest start of a granule, or end of a record. ``records``: the size and the granule of each."""
+    """Return the nearest start of a granule or end of a record. ``records``: their sizes and granules."""
     start = 0
     for numel, granule in records:
         if wanted <= start + numel:
@@ -152,7 +152,7 @@ def _longest_first(counts: Sequence[float], experts: Sequence[int], num_parts: i
 
 
 def most_rows(counts: Sequence[float], owned: Sequence[Sequence[int]]) -> float:
-    """Return the rows of the rank that has the most in a layer. ``owned``: the experts of each rank."""
+    """Return the rows of the rank with the most rows in a layer. ``owned``: the experts of each rank."""
     return max(sum(counts[expert] for expert in own) for own in owned)
 
 
@@ -164,7 +164,7 @@ def shared_segments(
     the rows that one rank has for one expert.
 
     ``counts`` [ranks][experts]: the number of rows of each segment. ``owners``: each expert's rank. Segments with fewer
-    than ``least_rows`` rows stay with their owners. The result depends on nothing else, so that all ranks get the same.
+    than ``least_rows`` rows stay with their owners. The result depends on nothing else, so all ranks agree.
     """
     shared: dict[tuple[int, int], int] = {}
     for first in range(0, len(counts), num_local):
@@ -196,7 +196,7 @@ def shared_segments(
 
 def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank: int) -> int | None:
     """Return the index of the segment whose move to another rank evens out a difference of ``gap`` rows best; None if
-    no move does. ``segments`` are sorted. Among the longest segments, one with the other rank's own rows comes first,
+    no move does. ``segments`` are sorted. Among the longest segments, one with the other rank's own rows is preferred,
     because these rows need not be sent."""
     longer = bisect_left(segments, (gap // 2 + 1,))
     place = longer - 1
@@ -210,7 +210,7 @@ def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank
 
 
 def _element_at(cost: float, trained: int) -> float:
-    """Return the element before which all elements of the block together have this cost."""
+    """Return the element up to which the elements of the block have this cost in total."""
     return cost / TRAINED_COST if cost <= TRAINED_COST * trained else trained + cost - TRAINED_COST * trained
 
 

@@ -39,7 +39,7 @@ NCCL_MOST_CHANNELS = 8
 """Number of NCCL's channels to each other GPU: 2 over PCIe, and 2 for each NVLink connection (`paths.cc`). An RTX 3090
 has 4 connections. Server cards have more."""
 NCCL_OWN_BYTES = 128 << 20
-"""NCCL's kernels and its communicator. An assumption; not measured."""
+"""NCCL's kernels and its communicator. Assumed, not measured."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 """cuBLAS workspaces of each further thread, for micro-batches that run together."""
 _WORKSPACES_SHARE = 16
@@ -182,8 +182,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Return why no plan fits and what would help; None if one fits. `kept_bytes`: activations that stay on the device.
-    `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
+    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations that stay on the
+    device. `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "

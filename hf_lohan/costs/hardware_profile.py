@@ -43,8 +43,8 @@ class DeviceProfile:
 GPU_LINKS = ("nvlink", "pcie", "none")
 """Links between the GPUs of a machine."""
 ASSUMED_NVLINK_BYTES_PER_S = 45e9
-"""The rate of NVLink if it is not known: 80% of the rate of two RTX 3090's bridge. It has four links of 14.06 GB/s in
-each direction. Server cards have more and faster links. Not measured."""
+"""The rate of NVLink if it is not known: 80% of the rate of the bridge of two RTX 3090. This bridge has four links of
+14.06 GB/s in each direction. Server cards have more and faster links. Not measured."""
 
 COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
 """Fields of `DeviceProfile` that depend on the shapes of a batch."""
@@ -66,7 +66,7 @@ class SsdProfile:
 class CpuProfile:
     memory_bytes: int
     optimizer_params_per_s: float
-    """Rate of AdamW over chunks in RAM, while the device computes. If the CPU is the device, it is measured alone,
+    """Rate of AdamW over chunks in RAM, while the device computes. If the CPU is the device, AdamW is measured alone,
     because the two times are added."""
     checksum_bytes_per_s: float | None = None
     """Rate of checksums of SSD reads and writes. With None they are assumed to take no time."""
@@ -101,16 +101,16 @@ class HardwareProfile:
 
     @property
     def between_gpus_bytes_per_s(self) -> float:
-        """The rate of links between GPUs. If it is not known, it is assumed: PCIe from GPU to GPU takes as long as the
-        slower direction of a copy from or to RAM."""
+        """The rate of links between GPUs. An unknown rate is assumed: `ASSUMED_NVLINK_BYTES_PER_S`, or for PCIe the
+        rate of the slower direction of copies from and to RAM."""
         if self.gpu_link_bytes_per_s is not None:
             return self.gpu_link_bytes_per_s
         return ASSUMED_NVLINK_BYTES_PER_S if self.gpu_link == "nvlink" else self._slower_copy_bytes_per_s
 
     @property
     def gpus_share_links(self) -> bool:
-        """Whether bytes between GPUs use the links between RAM and devices, as over PCIe. If the rate between GPUs is
-        higher than that of these links, it belongs to another link."""
+        """Whether bytes between GPUs use the links between RAM and devices, as over PCIe. A rate between GPUs that is
+        higher than the rate of these links belongs to another link."""
         return self.gpu_link != "nvlink" and self.between_gpus_bytes_per_s <= self._slower_copy_bytes_per_s
 
     @property
@@ -152,7 +152,7 @@ _SSD_LIST = 'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s"
 
 
 def with_changed(profile: Profile, change: Callable[[float], float], *names: str) -> Profile:
-    """Return the profile with ``change`` applied to rates or sizes. Unknown ones stay unknown."""
+    """Return the profile with ``change`` applied to rates or sizes. Unknown values stay unknown."""
     known = {name: value for name in names if (value := getattr(profile, name)) is not None}
     fresh: dict[str, Any] = {name: change(value) for name, value in known.items()}
     return replace(profile, **fresh)
@@ -169,7 +169,7 @@ def _written(profile: Any) -> dict[str, Any]:
 
 
 def _read(kind: type[Profile], values: object, path: str, also: tuple[str, ...] = ()) -> Profile:
-    """Read the profile of this kind at `path`. The ending of a key says its unit."""
+    """Read the profile of this kind at `path`. The end of a key is its unit."""
     section = Section(values, path, [*_keys(kind), *also])
     return kind(**{field.name: _value_of(section, field) for field in fields(kind)})
 

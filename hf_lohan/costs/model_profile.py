@@ -174,9 +174,9 @@ class BlockProfile:
     forward_s: float | None = None
     """Measured seconds; None before the measurement."""
     experts: ExpertsProfile | None = None
-    """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
+    """Streamed experts of a layer. The FLOPs above include them, and the parameters and bytes do not."""
     rows: RowsProfile | None = None
-    """The rows that a micro-batch needs of a table, if only rows of it come to the device."""
+    """The rows that a micro-batch needs of a table, if only rows of it are loaded."""
 
     @property
     def attention_flops(self) -> float:
@@ -199,7 +199,7 @@ class BlockProfile:
         return whole_bytes if self.rows is None else min(whole_bytes, self.rows.loaded_bytes)
 
     def by_rows(self, num_rows: int, granule_bytes: int, num_tokens: int) -> BlockProfile:
-        """Return this profile of a table of ``num_rows`` rows if only rows of ``num_tokens`` tokens come to the device.
+        """Return this profile of a table of ``num_rows`` rows if only rows of ``num_tokens`` tokens are loaded.
         All rows are assumed to be equally likely. Texts repeat tokens, so they need fewer rows."""
         found = expected_hits(num_rows, 1, num_tokens)
         num_granules = math.ceil(self.param_bytes / granule_bytes)
@@ -252,7 +252,7 @@ class ModelProfile:
 
     @property
     def num_dense_params(self) -> int:
-        """Number of parameters without those of streamed experts."""
+        """Number of parameters outside streamed experts."""
         return sum(block.num_params for block in self.blocks)
 
     @property
@@ -324,9 +324,9 @@ class ModelProfile:
         return self.batch_size * self.sequence_length
 
     def fused(self, how: Fusion) -> ModelProfile:
-        """Return this profile with layers whose operations between products are fused. "compile": consecutive ones are
-        one kernel, as with `torch.compile` at best. "liger": the ones of each module are one kernel, as with Liger's
-        kernels for norms, gates and positions."""
+        """Return this profile with layers whose operations between products are fused. "compile": consecutive
+        operations are one kernel, as with `torch.compile` at best. "liger": operations of each module are one kernel,
+        as with Liger's kernels for norms, gates and positions."""
         blocks = (
             replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks
         )
@@ -337,7 +337,7 @@ class ModelProfile:
         layer. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
         layers = {block.name: block.experts for block in self.blocks}
         if unknown := [name for name in counts if layers.get(name) is None]:
-            raise ValueError(f"the routing histogram has the layer {unknown[0]}, which has no streamed experts")
+            raise ValueError(f"the routing histogram has {unknown[0]}, which has no streamed experts; leave it out")
         routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
         blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))

@@ -99,7 +99,7 @@ class TrainingSetup:
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
     parked_share: float | None = 0.0
-    """The share of updates in backward that wait for the next forward. None stands for the best share."""
+    """The share of updates in backward that wait for the next forward. None means the best share."""
     lent_bytes: int = 0
     """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False
@@ -197,9 +197,9 @@ class LinkBytes:
     """Bytes of weights and gradients on the link of one device in a step."""
 
     h2d: int
-    """Weights, on their way to the device."""
+    """Weights that are copied to the device."""
     d2h: int
-    """Gradients, on their way back."""
+    """Gradients that are copied from the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,12 +358,12 @@ class OffloadPlan:
     the model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
     parked_share: float = 0.0
-    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` all are."""
+    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` it is 1."""
     parked_bytes: int = 0
     """Bytes of a rank's RAM for parked gradients. Gradients that are held in any case do not count."""
     durability: Durability
     commit_every_steps: int
-    """Every n-th step is committed. With 0 only checkpoints are."""
+    """Every n-th step is committed. With 0 only checkpoints are committed."""
     num_micro_batches: int
     """Number of forwards and backwards in a step. Each moves the weights."""
     num_together: int

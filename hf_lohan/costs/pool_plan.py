@@ -13,7 +13,7 @@ fragment. Pools have fixed shares and cannot starve each other, so no deadlock i
   unexpectedly.
 
 RAM that swapped activations do not use also holds gradients, without buffers of a pool (`search/candidate_memory`).
-Nothing ever waits for this RAM. If each gradient comes once per step, this RAM may hold all gradients. The plan then
+Nothing ever waits for this RAM. If each gradient arrives once per step, this RAM may hold all gradients. The plan then
 chooses between held gradients and copies of records.
 """
 
@@ -59,7 +59,7 @@ MIN_SLOTS_TO_LEND = 3
 """With fewer slots, an update would borrow a slot that the computing layer needs."""
 
 MIN_EXPERT_SLOTS = 2
-"""One expert computes while the next one is loaded."""
+"""One expert computes while the next expert is loaded."""
 GOOD_EXPERT_SLOTS = 8
 """Slots of experts if layers leave room. While some experts compute, others are read together."""
 EXPERT_SHARE = 8
@@ -69,7 +69,7 @@ of the model or of a layer begins. But kept activations save more time, so they 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
-"""Wanted size of a buffer. Drives read pieces of this size about as fast as larger ones."""
+"""Wanted size of a buffer. Drives read pieces of this size about as fast as larger pieces."""
 ROWS_GRANULES = 8
 """Number of granules of an embedding table that are read at once, to get some of its rows."""
 STAGING_SHARE = 64
@@ -91,7 +91,7 @@ class SizeClass(enum.Enum):
     EXPERT = "expert"
     OUTER = "outer"
     ROWS = "rows"
-    """Only rows of the block come to the device, so it has no slots."""
+    """Only rows of the block are loaded, so it has no slots."""
     RESIDENT = "resident"
 
 
@@ -142,7 +142,7 @@ class PoolRequest:
     num_state_buffers_per_chunk: int
     hold_gradients: bool
     halves_gradients: bool = False
-    """Whether every gradient comes once per step, and is held in 2 bytes per element."""
+    """Whether every gradient arrives once per step, and is held in 2 bytes per element."""
     holds_in_buffers: bool = True
     """Whether held gradients may stay in the buffers in which they arrive."""
     stages_params: bool = True
@@ -160,11 +160,11 @@ class PoolRequest:
     multiplies_whole: bool = False
     """Whether the update of a whole parameter multiplies matrices on the device."""
     rows_granule_bytes: int = 0
-    """Bytes of the largest granule of a block that comes to the device as rows only. 0 if there is none."""
+    """Bytes of the largest granule of a block of which only rows are loaded. 0 without such a block."""
     num_rows_buffers: int = 1
     """Number of host buffers for these rows."""
     lent_expert_bytes: int = 0
-    """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend none."""
+    """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend no experts."""
     num_adding_devices: int = 1
     """Number of devices that send each other gradients, and add them. 1 if gradients are added on the host. With
     several nodes it is one more, for memory in which a sum waits for another node."""
@@ -200,15 +200,15 @@ class PoolRequest:
         return num_lanes * (largest_bytes + of_codes)
 
     def payload_bytes(self, chunk_numel: int) -> int:
-        """Return the device memory for payloads of the link, and for gradients that devices add. Payloads are those of
+        """Return the device memory for payloads of the link, and for gradients that devices add. There is a payload for
         the gradient of one chunk and, if device memory is not host memory, of one block. If device memory is not
         host memory, there is also memory for an expert of another rank, and for a gradient that waits to be added."""
         block_bytes = self.coded_block_bytes + 2 * self.lent_expert_bytes if self.stages_params else 0
         return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel) + self.added_bytes(chunk_numel)
 
     def added_bytes(self, chunk_numel: int) -> int:
-        """Return the device memory for gradients that devices add: those that arrive, those of other devices, and their
-        sum."""
+        """Return the device memory for gradients that devices add: arriving gradients, gradients of other devices, and
+        their sum."""
         if self.num_adding_devices == 1:
             return 0
         num_buffers = _num_arrival_buffers(self, chunk_numel) + self.num_adding_devices
@@ -474,11 +474,11 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
-    """Return the number of buffers that arriving gradients need beside held ones, so that a step always makes progress.
+    """Return the number of buffers of arriving gradients besides held gradients, so that a step always makes progress.
 
     A parameter fills all chunks inside it at the same time. A chunk that it shares with neighbours waits for their
     gradients, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the
-    pipeline. The pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
+    pipeline. The pipeline never waits for a buffer of this pool, so it always takes gradients that have arrived.
 
     The same is true of half buffers. The pool has enough for arriving and held gradients, and a new gradient fits any
     returned half. If gradients are unexpectedly float32 (from micro-batches that ran together), each needs a whole

@@ -14,7 +14,7 @@ PARAM = "param"
 FETCHED_KINDS = (PARAM, "codes", "scales")
 """The kinds that passes read if weights are packed."""
 ROWS_SHARE = 16
-"""If only rows of a table come to the device, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
+"""If only rows of a table are loaded, a forward is assumed to read 1 / `ROWS_SHARE` of the table. Its batch is
 not known when copies are chosen."""
 
 
@@ -43,7 +43,7 @@ def step_traffic(
 ) -> list[RecordTraffic]:
     """Return the traffic of each record in a step, with blocks in forward order. `state_itemsizes`: bytes of a
     parameter by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of a forward
-    are the first of the backward. The last blocks of a backward are the first of the next forward, if no update comes
+    are the first of the backward. The last blocks of a backward are the first of the next forward, if no update is
     between them. An update reads all records again. Every micro-batch is assumed to reach every expert."""
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
@@ -91,10 +91,10 @@ def step_traffic(
 
 
 def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
-    """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte come first. Records
+    """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte are first. Records
     that save the same are spread evenly over the model, so that the remaining reads of a block overlap with the
-    computation of neighbouring blocks. Among these, weights of experts come last, because not every batch needs them.
-    More memory never saves fewer reads."""
+    computation of neighbouring blocks. Among these, weights of experts are last, because not every batch needs them.
+    More memory saves at least as many reads."""
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:

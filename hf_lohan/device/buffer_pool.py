@@ -1,4 +1,4 @@
-"""A fixed set of equal host buffers, which are borrowed whole or in halves. Borrowers wait for a free one."""
+"""A fixed set of equal host buffers, which are borrowed whole or in halves. Borrowers wait for a free buffer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Buffer:
             self._num_users += 1
 
     def release(self) -> None:
-        """Remove a user. The last one returns the buffer to the pool."""
+        """Remove a user. The last user returns the buffer to the pool."""
         with self.pool._lock:
             assert self._num_users > 0, "the buffer was returned already"
             self._num_users -= 1
@@ -49,8 +49,8 @@ class BufferPool:
     """`num_buffers` buffers of `buffer_bytes` each, in the device's host memory or in `memory`, which is a page-aligned
     uint8 tensor [num_buffers * buffer_bytes] from which the device can copy.
 
-    A half comes from a split buffer if one has a free half. A buffer becomes whole when both halves are returned, so n
-    borrowed halves split at most n buffers.
+    A half is taken from a split buffer if one has a free half. A buffer becomes whole when both halves are returned, so
+    n borrowed halves split at most n buffers.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class BufferPool:
         return buffer
 
     def acquire_within(self, timeout_s: float | None, *, half: bool = False) -> Buffer | None:
-        """Do as `acquire`, but return None if nothing is free after ``timeout_s``. A timeout of None waits forever."""
+        """Same as `acquire`, but return None if nothing is free after ``timeout_s``. With None, wait forever."""
         with self._lock:
             is_free = self._changed.wait_for(lambda: self._is_ready(half), timeout_s)
             return self._take(half) if is_free else None

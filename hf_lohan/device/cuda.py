@@ -89,7 +89,7 @@ class _Span:
 
 class HostPinning:
     """Pins host memory with cudaHostRegister, which does not round sizes. WSL2 and low memlock limits may refuse a
-    buffer; after that only smaller buffers are tried."""
+    buffer. After that only smaller buffers are tried."""
 
     def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
         """``take_error`` clears the CUDA error of this thread's last call."""
@@ -292,7 +292,7 @@ def grow_segments(device_index: int) -> bool:
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
         logger.info("the CUDA driver or allocator cannot grow segments, so device memory may fragment more")
         return False
-    # New settings replace all earlier ones.
+    # New settings replace all earlier settings.
     set_allocator_settings(",".join(one for one in (settings, f"{_EXPANDABLE}:True") if one))
     return True
 

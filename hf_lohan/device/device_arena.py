@@ -72,7 +72,7 @@ class DeviceArena:
     """Allocates tensors at planned addresses, in blocks of memory that exist during one pass.
 
     Work on COMPUTE is in order. An address is used again only when all copies to and from it are done. A tensor that
-    has no planned address, or whose address is in use, comes from PyTorch's allocator.
+    has no planned address, or whose address is in use, is allocated by PyTorch.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
@@ -97,7 +97,7 @@ class DeviceArena:
         self.num_placed = 0
         """Number of tensors that got a planned offset, since the start."""
         self.num_unplaced = 0
-        """Number of other tensors."""
+        """Number of tensors without a planned offset."""
 
     @property
     def _device(self) -> DeviceMemory:

@@ -40,7 +40,7 @@ class GpuLink:
 
 
 def links_between_gpus() -> list[GpuLink]:
-    """Return the links of all pairs of GPUs that this process may use. A link is NVLink if nvidia-smi says so."""
+    """Return the links of all pairs of GPUs that this process may use. A link is NVLink if nvidia-smi shows NVLink."""
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     with_nvlink = _pairs_with_nvlink() if pairs else set()
     return [GpuLink(first, second, _kind(first, second, with_nvlink)) for first, second in pairs]
@@ -83,9 +83,9 @@ def why_not_linked(own: str, identities: Sequence[str]) -> str:
     index_of = {uuid_of(index): index for index in range(torch.cuda.device_count())}
     for other in identities:
         if other == own:
-            return f"several ranks compute on GPU {index_of[own]}, and NCCL needs a GPU for each"
+            return f"several ranks compute on GPU {index_of[own]}, and NCCL needs a GPU for each rank"
         if other not in index_of:
-            return f"GPU {other} of another rank is not in this rank's CUDA_VISIBLE_DEVICES, which must be equal on all"
+            return f"GPU {other} of another rank is not in this rank's CUDA_VISIBLE_DEVICES; all ranks need the same"
         try:
             if not reaches(index_of[own], index_of[other]):
                 return f"GPU {index_of[own]} cannot reach the memory of GPU {index_of[other]}"

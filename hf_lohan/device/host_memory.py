@@ -117,6 +117,6 @@ def _cached_bytes(file: Path, names: Sequence[str]) -> int:
 
 def _read_int(file: Path) -> int | None:
     try:
-        return int(file.read_text().strip())  # version 2 has "max" for no limit, which is a ValueError
+        return int(file.read_text().strip())  # version 2 has "max" without a limit, which is a ValueError
     except (OSError, ValueError):
         return None

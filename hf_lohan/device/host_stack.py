@@ -119,7 +119,7 @@ class HostStack:
             for read in self._reads:
                 read.event.synchronize()
             self._reads.clear()
-            self._allocate(0)  # frees the old memory first; if the next call fails, the stack is empty
+            self._allocate(0)  # frees the old memory first, so the stack is empty if the next call fails
             self._allocate(num_bytes)
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Lane(enum.Enum):
-    """An ordered queue of device work. Lanes run concurrently; only events order work of different lanes."""
+    """An ordered queue of device work. Lanes run concurrently. Only events order work of different lanes."""
 
     COMPUTE = "compute"
     H2D = "h2d"

@@ -189,7 +189,7 @@ def _up_to_date_records(
 
 
 def _gradients_on_device(layout: OffloadLayout, tiers: Tiers) -> BufferPool | None:
-    """Return device buffers in which devices add gradients. Their number is that of arrival buffers on the host."""
+    """Return device buffers in which devices add gradients. There are as many as arrival buffers on the host."""
     if tiers.transport is None:
         return None
     num_buffers, buffer_bytes = layout.plan.num_arrival_buffers, layout.plan.buffer_bytes

@@ -29,9 +29,9 @@ class Journal:
     """JSON values by name."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     log_lines: bytes = b""
-    """Lines to append to those of earlier journals."""
+    """Lines to append to the lines of earlier journals."""
     begins_log: bool = False
-    """Whether `log_lines` replace those of earlier journals."""
+    """Whether `log_lines` replace the lines of earlier journals."""
 
 
 @dataclass(frozen=True)

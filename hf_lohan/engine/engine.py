@@ -144,8 +144,8 @@ class OffloadEngine:
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all micro-batches of a step through each block before the next block, so that weights move once. Each
-        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients equal
-        those of micro-batches that run one after the other, to the bit.
+        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients
+        equal, to the bit, the gradients of micro-batches that run in turn.
 
         The functions run in threads, one at a time. After all have ended, this raises their first error, or
         RuntimeError if there is no loss.
@@ -300,7 +300,7 @@ class OffloadEngine:
         return self._ring.high_water_bytes
 
     def forget_weights(self) -> None:
-        """Forget loaded weights, because the store's parameters were replaced by those of a checkpoint."""
+        """Forget loaded weights, because a checkpoint's parameters replaced the store's parameters."""
         self._ring.end_step(self.layout.blocks, WeightChange.WRITE)
 
     @property

@@ -42,8 +42,8 @@ class EngineEvents:
     present division of memory. Called at the beginning of the first training forward. Called again when more
     micro-batches than before run together."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
-    """Does as `plan` for a step whose micro-batches may run one by one or together. Called before the first forward.
-    The returned plan is for the faster order, which its shape contains."""
+    """Same as `plan`, for a step whose micro-batches may run one by one or together. Called before the first forward.
+    The returned plan is for the faster order, which is part of its shape."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """Returns another plan to follow, or None to keep the plan. Called at the beginning of the first training forward
     after a step, where an error harms no step."""
@@ -93,7 +93,7 @@ class FollowedPlan:
         self._step_tokens = 0
         """Tokens of the step's longest batch so far."""
         self._has_longer_batches = False
-        """Whether a batch was longer than the first one and needed another plan."""
+        """Whether a batch was longer than the first batch and needed another plan."""
         self._step_has_ended = False
         """Whether a step has ended since the last training forward."""
 
@@ -171,8 +171,8 @@ class FollowedPlan:
         return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
 
     def begin_evaluation(self) -> None:
-        """Begin a forward without gradients. Call this before the forward loads weights. Only reads that start after
-        the copies in RAM are allocated fill these copies."""
+        """Begin a forward without gradients. Call this before the forward loads weights. Copies in RAM are filled only
+        by reads that start after their allocation."""
         self.memory.allocate_copies()
 
     def see_evaluation(self, shape: StepShape | None) -> None:

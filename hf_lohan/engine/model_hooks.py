@@ -36,7 +36,7 @@ class ModelHooks:
         self._shared = set(model_blocks.shared)
         self._handles: list[Any] = []
         self._of_thread = threading.local()
-        """Has the `outermost` model whose forward began last on this thread, and the `caller` of its hooks."""
+        """`outermost` is the outermost model whose forward began last on this thread, and `caller` called its hooks."""
         self._attach(model, model_blocks)
 
     @contextlib.contextmanager
@@ -192,7 +192,7 @@ class ModelHooks:
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:  # a layer in chunks did not use it
+        if parameter.grad is None:  # a layer in chunks did not use this block
             return
         self._forward_pass.take_gradient(part, parameter)
 

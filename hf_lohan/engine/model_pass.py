@@ -1,5 +1,5 @@
 """Tracks a pass through a model: the forwards and backwards in progress, and the blocks that they use.
-`OneForward` runs one forward at a time; `micro_batches` runs several."""
+`OneForward` runs one forward at a time, and `micro_batches` runs several."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ComputeSpans:
 
 
 class UsedBlocks:
-    """The blocks that the training forwards of a step use. A backward reaches no others."""
+    """The blocks that the training forwards of a step use. A backward uses no other blocks."""
 
     def __init__(self) -> None:
         self._num_changes = -1
@@ -201,7 +201,7 @@ class ModelPass:
         self._parts.prefetcher.cancel_pass()
         if self.phase is not PassPhase.FORWARD:
             self._parts.step.abandon_broken()
-        # This comes last, so that the method runs again if an interrupt ends it.
+        # This is last, so that the method runs again if an interrupt ends it.
         self.phase = PassPhase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None
@@ -329,7 +329,7 @@ class ModelPass:
         self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.take_gradient(part, parameter)
-        self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set it to None, not the loop
+        self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set `.grad` to None, not the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
         """Add to a parameter's gradient of the step. None adds zeros. ``has_more``: whether the backward in progress

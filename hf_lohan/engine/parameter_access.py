@@ -61,11 +61,11 @@ def packed_weight_error(name: str, form: PackedForm) -> ValueError:
 
 
 def another_base_error(folder: str, name: str) -> ForeignStoreError:
-    """Return the error for a model whose frozen weights differ from those of the run with steps in ``folder``.
+    """Return the error for a model whose frozen weights differ from the run with steps in ``folder``.
     ``name``: the first weight that differs."""
     return ForeignStoreError(
         f"{folder} holds the steps of a run over another base: its frozen weights differ from those of this model, "
-        f"first in {name}; load the base of that run to go on from there (and set the seed before, if some of its "
+        f"first in {name}; load the base of that run to continue from there (and set the seed before, if some of its "
         "weights are drawn), give this run another output_dir or ssd path, or delete that store if its steps are no "
         "longer needed"
     )
@@ -137,13 +137,13 @@ class ParameterAccess:
         """Store a weight of any dtype on any device. A bfloat16 store keeps trained float32 values exactly."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}; reshape it")
         self.write_elements(name, 0, source)
 
     @torch.no_grad()
     def write_elements(self, name: str, first: int, source: Tensor) -> None:
-        """Do as `write_parameter` for elements of a flattened weight from ``first`` on. Raises ValueError if ``source``
-        reaches beyond the parameter's end."""
+        """Same as `write_parameter`, for elements of a flattened weight from ``first`` on. Raises ValueError if
+        ``source`` reaches beyond the parameter's end."""
         flat = source.detach().reshape(-1)
         last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
         if first < 0 or last > numel:
@@ -173,20 +173,20 @@ class ParameterAccess:
         return all(part.packed is None or part.packed.takes_rows for _, part in self.parts[name])
 
     def _pack(self, block: Block, part: ParamSlice, first: int, values: Tensor) -> None:
-        """Pack the elements of a part from ``first`` on and store them. Elements must come in order, and all at once if
-        the form packs only whole weights."""
+        """Pack the elements of a part from ``first`` on and store them. Elements must be passed in order, and all at
+        once if the form packs only whole weights."""
         form = part.packed
         assert form is not None
         begin, end = block.rank_ranges[self._links.ranks.rank]
         if begin == end:  # an expert of another rank
             return
         if not form.takes_rows:
-            assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must come whole"
+            assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must be written whole"
             values = form.stored_order(values)
         while values.numel():
             unit, offset = divmod(first, form.unit_numel)
             packer = self._packers.get(part) or self._packers.setdefault(part, form.packer())
-            assert packer.num_taken == offset, f"elements of {part.name} do not come in order"
+            assert packer.num_taken == offset, f"elements of {part.name} are not written in order"
             taken = min(form.unit_numel - offset, self._most_decoded_numel, values.numel())
             byte, codes = packer.pack(values[:taken].to("cpu", block.master.working_dtype))
             self._write_bytes(block, "codes", part.codes_start + unit * form.unit_codes_bytes + byte, codes)
@@ -320,7 +320,7 @@ class ParameterAccess:
         return out
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
-        """Do as `read_elements` for the float32 master. A frozen weight is its own master."""
+        """Same as `read_elements`, for the float32 master. A frozen weight is its own master."""
         if "master_residual" not in self.state_kinds(name):
             return self.read_elements(name, first, last).to(torch.float32)
         out, rank = torch.empty(last - first), self._links.ranks.rank
@@ -428,7 +428,7 @@ class ParameterAccess:
         return self._store.tie_codes(block.name, first, last - first)
 
     def round_anew(self, blocks: list[Block]) -> int:
-        """Round the bfloat16 weights in this rank's store again (see `updates/masters`). Returns how many differ."""
+        """Round this rank's bfloat16 weights again (see `updates/masters`). Returns the number of changed weights."""
         num_changed = 0
         for block in blocks:
             first, last = self._own_range(block, 0, block.state_numel)
@@ -509,7 +509,7 @@ def _free_parameter(parameter: nn.Parameter) -> None:
 
 class CollectiveReads:
     """Reads weights with all ranks together, because each rank stores a part of every weight. Rank 0 (`leading`)
-    chooses the order and tells the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
+    chooses the order and sends it to the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
 
     def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
         """`access` is called for each weight, because an engine waits for the weight's updates in this call."""
@@ -550,7 +550,7 @@ class CollectiveReads:
         try:
             yield
         except BaseException as error:
-            with suppress(RankFailedError):  # another rank may have ended because of this one
+            with suppress(RankFailedError):  # another rank may have ended because of this rank
                 self._announce("failed", f"{type(error).__name__}: {error}")
             raise
         self._announce()

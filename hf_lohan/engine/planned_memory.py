@@ -96,7 +96,7 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave more RAM to keys and values if shared rows are longer than earlier ones. Raises RuntimeError if
+        """Leave more RAM to keys and values if shared rows are longer than earlier rows. Raises RuntimeError if
         activations of an earlier forward are still in this RAM."""
         if (rows := self._tiers.row_memory) is None:
             return
@@ -107,10 +107,10 @@ class PlannedMemory:
         is_on_ssd = leaves_ssd and self._activations.swapper.ssd_bytes_in_use
         if is_on_ssd or (shrinks and (ram.bytes_in_use or ram.top_bytes_in_use)):
             raise RuntimeError(
-                "the rows of this forward are longer than those before, and their keys and values need "
-                f"{format_bytes(layout.shared_key_bytes)} of RAM, which still holds activations of an earlier forward "
-                "that has had no backward yet; call backward on the loss of that forward first, or delete the loss, or "
-                "run the longest rows first"
+                "the rows of this forward are longer than all earlier rows, and need "
+                f"{format_bytes(layout.shared_key_bytes)} of RAM for keys and values, but this RAM still has "
+                "activations of a forward without a backward; call backward on the loss of that forward first, or "
+                "delete the loss, or run the longest rows first"
             )
         rows.expect(layout.shared_key_bytes * rows.links.ranks.num_ranks)
         if is_longer:
@@ -129,7 +129,7 @@ class PlannedMemory:
         self.layout = self.layout.decided()
         try:
             self._on_decided(self.layout)
-        except Exception as error:  # the other ranks wait for this one
+        except Exception as error:  # the other ranks wait for this rank
             self._tiers.links.fail(error)
             raise
         names = [(record.block, record.kind) for record in self.layout.resident_records]
@@ -166,7 +166,7 @@ class PlannedMemory:
             self.set_placements(swap_everything(self.sizes, self.layout.activation_ram_bytes // self.num_together))
 
     def set_placements(self, placements: ActivationPlacements) -> None:
-        """Follow `placements` from now on. The first placements that need memory allocate it for all later ones."""
+        """Follow `placements` from now on. Memory is allocated once, for the first placements that need it."""
         self._end_watching()
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())

@@ -66,7 +66,7 @@ class LinkCodecs:
         """Codec for weights, if only the changes of a step are sent."""
         self.gradients: MeasuredCodec | None = None
         self.weights_within: MeasuredCodec | None = None
-        """Codec for weights on their way to the device."""
+        """Codec for weights that are sent to the device."""
         self.gradients_within: MeasuredCodec | None = None
         ranks, within = links.ranks, collectives.within
         if ranks.num_ranks == 1 and collectives != Collectives():
@@ -87,7 +87,7 @@ class LinkCodecs:
         for lane in self.all if ranks.rank == 0 else ():
             assert isinstance(lane, MeasuredCodec)
             logger.warning(
-                "collectives: %s are sent between %s in int%d, which rounds them, so this run differs from one with "
+                "collectives: %s are sent between %s in int%d, which rounds them, so this run differs from a run with "
                 "'exact'",
                 lane.name,
                 "machines" if lane.hop == "between" else "a machine's RAM and its devices",

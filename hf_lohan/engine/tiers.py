@@ -159,7 +159,7 @@ def _log_tiers(layout: OffloadLayout, tiers: Tiers) -> None:
     if master.moment_codec is not None:
         logger.warning(
             "%s: AdamW's moments are rounded when they are stored, in %g bytes a parameter instead of 8%s, so this run "
-            "differs from an exact one (see docs/optimizers.md)",
+            "differs from an exact run (see docs/optimizers.md)",
             states_setting(master.moment_dtype),
             sum(master.state_bytes(kind) for kind in master.moment_kinds),
             ", and weights have no float32 masters" if master.rounds_weights else "",

@@ -47,7 +47,7 @@ class WeightReads:
         links: Links,
         rows: RowLoads | None = None,
     ) -> None:
-        """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
+        """``forward_pass`` returns the pass in progress. ``saving`` returns hooks for tensors that autograd saves.
         ``rows`` loads rows of tables that are not loaded whole."""
         self._rows = rows
         self.moved_gradients = parts.ring.moved_gradients
@@ -58,7 +58,7 @@ class WeightReads:
         self._forward_pass = forward_pass
         self._saving = saving
         self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {}
-        """The block and slice of each parameter. A parameter in several blocks has the first of them."""
+        """The block and slice of each parameter. A parameter in several blocks has the first block."""
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
@@ -148,7 +148,7 @@ class WeightReads:
 
     @contextlib.contextmanager
     def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Make these ordinary parameters on the compute device within this context. `gpu_memory` does not count them.
+        """Let ``parameters`` be ordinary parameters on the device in this context. `gpu_memory` does not count them.
 
         Changed parameters are stored at the end of the context, and bfloat16 weights become their own float32 masters.
         An exception leaves the store unchanged. All ranks must make the same changes. Raises RanksDisagreeError if
@@ -157,7 +157,7 @@ class WeightReads:
         self._parts.lifetime.check()
         if self._pass.is_running:
             raise RuntimeError(
-                "weights can be gathered between steps, not while the model runs; if an interrupt ended it, call "
+                "weights can be gathered between steps, not while the model runs; if an interrupt ended a pass, call "
                 "model.zero_grad() first"
             )
         self._pass.recover()

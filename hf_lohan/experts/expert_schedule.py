@@ -4,14 +4,14 @@ A pass is a sequence of *visits*. It visits each layer with experts in forward o
 order too. The experts of a visit are known in one of three ways. The first that applies is used:
 
 * *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
-  all its experts are known when it begins. * *All experts*. If the experts get at least `ALL_ROWS` rows on average, all
-  are expected before the router has run. * *Hints*. It loads the experts that earlier passes used most, or the experts
-  that the layer's router chooses for the rows of the previous layer, whichever was right more often. After a pass
-  without gradients, as in generation, another pass is expected. Its first experts are loaded while the last layers and
-  the head compute.
+  all its experts are known when it begins.
+* *All experts*. If the experts get at least `ALL_ROWS` rows on average, all are expected before the router has run.
+* *Hints*. They are the experts that earlier passes used most, or the experts that the layer's router chooses for the
+  rows of the previous layer, whichever was right more often.
 
-Experts are loaded in the order of visits. The slot whose block is needed last is overwritten first. Each operation here
-looks at the blocks of only one layer, so its time does not depend on the number of layers.
+After a pass without gradients, as in generation, another pass is expected. Its first experts are loaded while the last
+layers and the head compute. Experts are loaded in the order of visits. The slot whose block is needed last is
+overwritten first. The time of an operation here depends only on the blocks of one layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
-"""From this many rows per expert on average, all experts are expected. An expert has no row with probability 1/3000."""
+"""From this many rows per expert on average, all experts are expected. The probability of no row is 1/3000."""
 
 ExpertNumbers: TypeAlias = "dict[int, None] | range"
 """Ordered indices of experts with a fast lookup."""
@@ -61,7 +61,7 @@ class Frequencies:
         self._most_used: dict[int, None] | None = None
 
     def note_uses(self, experts: Iterable[int], *, begins_pass: bool) -> None:
-        """Count uses of these experts. The same pass may use others later."""
+        """Count uses of these experts. The same pass may use more experts later."""
         if begins_pass:
             self._log_weight -= math.log2(_DECAY)
             self._last = set()
@@ -74,7 +74,7 @@ class Frequencies:
 
     @property
     def most_used(self) -> dict[int, None]:
-        """The most used experts in falling order of use. Their number is that of the last pass's experts."""
+        """The most used experts in falling order of use. There are as many as the last pass used."""
         if self._most_used is None:
             counts = self._log_counts
             most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
@@ -105,7 +105,7 @@ class Trust:
     @property
     def is_in_router(self) -> bool:
         """Whether to load the experts that the router predicts. True if most of the router's predictions were right,
-        and more than those from past use. True until known."""
+        and more of them than of the predictions from past use. True until known."""
         return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
 
 
@@ -301,7 +301,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
 
     @property
     def place(self) -> int:
-        """The place of the running call, or of the next one."""
+        """The place of the running call, or of the next call."""
         return 2 * self._pass.visit if self._pass is not None else 0
 
     @property
@@ -341,7 +341,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
-        """Return the first missing block of the coming visits, or None. After a training pass nothing is loaded before
+        """Return the first missing block of the next visits, or None. After a training pass nothing is loaded before
         the next pass is foreseen, because its weights do not exist yet."""
         now = self._pass
         if now is None:
@@ -378,7 +378,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
 
     def _scan(self, now: _Pass, visit: int) -> _Scan:
         """Return the experts of a visit in the order of loading. A backward loads them in the reverse order of the
-        forward, because the last ones may still be in slots."""
+        forward, because the last experts may still be in slots."""
         layer = self._layer_at(now, visit)
         left = now.left if visit == now.visit and now.call is not None else {}
         if visit < len(self._layers):

@@ -10,7 +10,7 @@ All ranks of the node tell each other when they have done their part of a half. 
 and does not wait.
 
 No wait is circular: a rank begins a half only when all ranks have ended the half before, and does not need another rank
-to end its half. While a rank waits, it may compute experts that it does not lend. This needs no other rank either.
+to end its half. While a rank waits, it may compute experts that it does not lend, which needs no other rank either.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LentExpert:
 
 def in_turns(lent: Sequence[LentExpert], *, gives_gradients: bool) -> list[LentExpert]:
     """Return the lent experts of a node with their turns. In a turn, each owner lends one expert, and with
-    ``gives_gradients`` each borrower gives one gradient. Gradients of one expert come in the order of its groups."""
+    ``gives_gradients`` each borrower gives one gradient. Gradients of an expert have the order of its groups."""
     of_owner: Counter[int] = Counter()
     of_borrower: Counter[int] = Counter()
     found = []
@@ -108,7 +108,7 @@ class Lending:
 
     def end_half(self, what: str) -> None:
         """Tell the ranks of this node that this rank has done its part of a half. ``what`` completes "rank 0 waited for
-        ...". A rank without a part in the next half may end the next half before all ranks have ended this one."""
+        ...". A rank without a part in the next half may end the next half before all ranks have ended this half."""
         barrier = torch.distributed.BarrierOptions()
         self._begun = self._lane.begin(what, lambda group: group.barrier(barrier))
 

@@ -35,7 +35,7 @@ class ExpertFigures:
 
 class FarthestUse:
     """Finds the slot whose block is needed last (`ExpertSchedule.next_use`). Call `note_next_use` when a block's next
-    use changes. This is not needed if the place of the use has passed."""
+    use changes. If only the place of the use has passed, no call is needed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
@@ -84,7 +84,7 @@ class FarthestUse:
     def find_slot(self, before: int) -> Slot | None:
         """Return a slot for a block that is needed at ``before``, or None. The block in the slot is needed later than
         ``before``, and later than the blocks in all other slots. Of equal slots, the first noted is chosen. Slots with
-        enqueued compute are the last choice, because a copy to them would wait and hold its buffer."""
+        enqueued compute are the last choice, because a copy to them would wait and occupy its buffer."""
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note_next_use(slot)
         computing: Slot | None = None
@@ -197,5 +197,5 @@ class NextExpert(NextLoad):
         self._farthest.rebuild(self._schedule.place)
 
     def _next_use(self, block: Block) -> int:
-        """Return the next use of a block. Blocks that compute waits for come first."""
+        """Return the next use of a block. Blocks for which compute waits are first."""
         return -1 if block in self.urgent else self._schedule.next_use(block)

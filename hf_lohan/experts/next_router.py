@@ -35,7 +35,7 @@ class Router:
     """Returns the buffer `_CORRECTION` [experts]."""
 
     def scores(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the scores [tokens, experts] of ``rows`` [tokens, hidden]. ``weights`` are those of the block."""
+        """Return the scores [tokens, experts] of ``rows`` [tokens, hidden]. ``weights``: the block's weights."""
         weight = weights[self.weight.start : self.weight.stop].view(self.weight.shape)
         bias = weights[self.bias.start : self.bias.stop] if self.bias is not None else None
         logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)

@@ -93,7 +93,7 @@ class StreamedExperts:
         """Run the forward of `run_experts`."""
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
-        may_hint = is_few and self._parts.places.is_one  # a rank does not know the rows of the others
+        may_hint = is_few and self._parts.places.is_one  # a rank does not know the rows of other ranks
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if may_hint else None
         routed = self._route(top_k_index, expected)
         sorted_rows = rows[routed.token]
@@ -128,7 +128,7 @@ class StreamedExperts:
 
     def _work(self, call: Call, forward: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
         """Compute the results of all groups. Lent experts are computed in their turns, and in backward in reverse
-        order. The others are computed while this rank would wait for other ranks. Of these, experts in slots come
+        order. Other experts are computed while this rank would wait for other ranks. Of these, experts in slots are
         first, and then loaded experts in the order of their arrival."""
         loader, lending, is_back = self._parts.loader, self._parts.places.lending, call is Call.BACKWARD
         lent = in_turns(lent[::-1] if is_back else lent, gives_gradients=is_back and any(map(_trained, self._blocks)))
@@ -360,7 +360,7 @@ _experts.register_autograd(_backward, setup_context=_set_up)
 
 def run_experts(experts: StreamedExperts, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run ``rows`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k] of each row, and sum the outputs
-    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal those of transformers' `grouped_mm` to the
-    bit."""
+    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal the results of transformers' `grouped_mm` to
+    the bit."""
     output: Tensor = _experts(rows, top_k_weights, top_k_index, experts.anchor, experts.handle)
     return output

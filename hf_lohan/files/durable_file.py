@@ -23,7 +23,7 @@ def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) ->
     ``kept_as`` is a second name for the old file in the same folder. This name exists whenever the new file exists.
 
     Raises `CapacityError` or `StorageError` and leaves the old file unchanged. If only the last sync failed, the new
-    file is in place, and a power cut may restore the old one.
+    file is in place, and a power cut may restore the old file.
     """
     fresh = f"{file}.new"
     try:
@@ -89,8 +89,8 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
 
 
 def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
-    """Replace a folder durably by one with these files. ``files`` maps names or relative paths to contents. Only this
-    user can access the folder. Raises `CapacityError` or `StorageError`."""
+    """Replace a folder durably by a folder with these files. ``files`` maps names or relative paths to contents. Only
+    this user can access the folder. Raises `CapacityError` or `StorageError`."""
     try:
         remove_folder(folder)
         folders = [folder]

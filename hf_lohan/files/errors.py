@@ -35,7 +35,7 @@ class DiskFullError(StorageError):
 
 
 class CorruptionError(StorageError):
-    """Bytes that were read differ from those that were written. The message names block, record, path and offset."""
+    """Bytes that were read differ from the written bytes. The message names block, record, path and offset."""
 
 
 class TornStoreError(ValueError):

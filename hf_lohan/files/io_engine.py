@@ -154,7 +154,7 @@ class IoEngine:
     """A few threads that read and write pieces of at most ``piece_bytes``. Urgent reads start first, then other reads,
     then writes.
 
-    Unfinished requests have at most ``max_inflight_bytes``. `read` and `write` block until their request fits; a larger
+    Unfinished requests have at most ``max_inflight_bytes``. `read` and `write` block until their request fits. A larger
     request runs alone. Close the engine after the stores that use it.
     """
 
@@ -326,7 +326,7 @@ class PendingRequests:
             request.wait()
 
     def wait_ignoring_errors(self) -> None:
-        """Do as `wait`, but raise no errors. `IoRequest.wait` raises them."""
+        """Same as `wait`, but raise no errors. `IoRequest.wait` raises them."""
         for request in self._snapshot():
             with suppress(Exception):
                 request.wait()

@@ -65,7 +65,7 @@ class _Chunk:
             num_runs = -(-self.numel // TIE_RUN_NUMEL)
             self.records[TIE_CODES] = torch.full((num_runs,), NO_TIES, dtype=torch.int16)
         self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
-        private_bytes = 4 * (self.numel + self._part_numel)  # a short last part takes as much as the others
+        private_bytes = 4 * (self.numel + self._part_numel)  # a short last part takes as much time as the others
         self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
 
     def update(self) -> None:

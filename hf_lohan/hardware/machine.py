@@ -128,8 +128,8 @@ def examine_machine(config: ResolvedConfig, device: Device) -> MachineFacts:
 
 def with_gpu_link(hardware: HardwareProfile, num_gpus: int | None = None) -> HardwareProfile:
     """Return the profile with the link between the first ``num_gpus`` GPUs of this machine, by default between all. If
-    links are of several kinds, it gets the slowest kind. A link that the profile has is kept. The link stays unknown if
-    the machine has fewer GPUs, or if the driver does not answer for every pair."""
+    links are of several kinds, the profile gets the slowest kind. A link that the profile has is kept. The link stays
+    unknown if the machine has fewer GPUs, or if the driver does not answer for every pair."""
     if hardware.gpu_link or hardware.device.shares_cpu:
         return hardware
     links = [link for link in links_between_gpus() if num_gpus is None or link.second < num_gpus]

@@ -144,7 +144,7 @@ def measure_computing(
     effort: MeasuringEffort | None = None,
 ) -> HardwareProfile:
     """Return the profile with the rates at which the device computes products, attention and elementwise operations of
-    these shapes, with the threads that torch has. Other arguments are those of `measure_hardware`. Takes a third of
+    these shapes, with the threads that torch has. Other arguments are as in `measure_hardware`. Takes a third of
     `effort.budget_s`. Raises ValueError for no shapes."""
     effort = (effort or MeasuringEffort()).within(config)
     computing = _computing_rates(device, matrix_shapes, dtype, attention, effort)

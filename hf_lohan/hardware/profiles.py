@@ -78,7 +78,7 @@ def cached_hardware(
     profile = None if measure_again else _read(file, key)
     if profile is None:
         with _taking_turns(os.path.dirname(file)):
-            # Another process may have measured while this one waited.
+            # Another process may have measured while this process waited.
             profile = None if measure_again else _read(file, key)
             if profile is None:
                 profile = measure(

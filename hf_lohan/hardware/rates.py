@@ -23,7 +23,7 @@ _MIN_SIDE = 128
 """Minimum side of a cropped matrix. Products with shorter sides are slower."""
 _FIRST_TRIAL_FLOPS = 1e8
 _MAX_GROWTH = 16.0
-"""Maximum growth from one trial to the next. Small products predict large ones poorly, as they have fewer FLOP/s."""
+"""Maximum growth from one trial to the next. Small products have fewer FLOP/s, and predict large products poorly."""
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
@@ -103,7 +103,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one forward. No token sees a later one."""
+        """FLOPs of one forward. No token sees a later token."""
         num_pairs = self.num_tokens * (self.num_tokens + 1) // 2
         return 2.0 * self.num_heads * num_pairs * (self.key_dim + self.value_dim)
 
@@ -153,7 +153,7 @@ def attention_flops_per_s(
     device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
     """Measure FLOP/s of fused attention, forward and backward. The backward counts twice the FLOPs of the forward, as
-    with matrix products. It has five products for two of the forward, so the rate is lower.
+    with matrix products. It has five products where the forward has two, so the rate is lower.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
     are measured. Rows have at least 1,024 tokens, if these fit, and at most 4,096.

@@ -33,7 +33,7 @@ from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordRead, Re
 NUM_BUFFERS = 4
 """Number of requests in progress at once."""
 _MIN_CHUNKS = NUM_BUFFERS + 2
-"""Minimum number of chunks, which is more than the requests, so that no two requests use the same bytes."""
+"""Minimum number of chunks, which is more than the number of requests, so that no two requests use the same bytes."""
 _CHUNK_BYTES = 16 << 20
 """Size of the largest chunk in a run."""
 _GRANULE_BYTES = 4 * GRANULE_NUMEL

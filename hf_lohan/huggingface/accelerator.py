@@ -55,14 +55,14 @@ class LohanPlugin:
     """Settings with which `Accelerator` offloads a model."""
 
     offload: Any = None
-    """"lohan", a YAML path, a dict or an `OffloadConfig`. None is LOHAN_OFFLOAD in the environment, or "lohan"."""
+    """"lohan", a YAML path, a dict or an `OffloadConfig`. None means LOHAN_OFFLOAD in the environment, or "lohan"."""
 
     bf16: bool = False
     """Use bfloat16 working weights, with exact float32 masters in the store and without autocast.
     `Accelerator(mixed_precision="bf16")` means the same."""
 
     max_grad_norm: float | None = None
-    """0 means that the loop does not clip, so updates run in backward. None holds gradients until `step()`."""
+    """0 means that the loop does not clip, so updates run in backward. With None gradients wait for `step()`."""
 
     ssd_path: str | Path = "lohan_store"
     """The store's folder if `offload` has no path."""
@@ -89,7 +89,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     """An `Accelerator` that also handles offloaded models."""
 
     _num_row_ranks = 1
-    """Number of ranks that get the same batches from a data loader that is prepared now."""
+    """`prepare` gives this many neighbouring ranks the same batches of a data loader."""
     _is_saving_state = False
 
     def loading_for(self, num_row_ranks: int) -> contextlib.AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Same as in accelerate, but scalars (such as the number of items in a step) are sent over the engine's links,
-        because their errors name a missing rank."""
+        because errors of the links name a missing rank."""
         engine = self.offload_engine
         gathered = None
         if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
@@ -222,16 +222,16 @@ class Accelerator(OffloadAwareAccelerator):
             check_precision(precision)  # must precede accelerate's error about a missing package
         super().__init__(*args, **kwargs)
         self.lohan_plugin = lohan_plugin or LohanPlugin(offload=self.default_offload)
-        if lohan_plugin is not None:  # without a plugin, `_offload` checks it
+        if lohan_plugin is not None:  # without a plugin, `_offload` does this
             check_accelerator(self)
         self._loop_record: LoopRecord | None = None
         self.register_save_state_pre_hook(self._save_offloaded)
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer with one that updates
-        the store. If several optimizers share the parameters (such as Muon and AdamW), the last optimizer's `step()`
-        takes the step."""
+        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer with an optimizer that
+        updates the store. If several optimizers share the parameters (such as Muon and AdamW), the last optimizer's
+        `step()` takes the step."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -251,7 +251,7 @@ class Accelerator(OffloadAwareAccelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Same as in accelerate, but replace the optimizer with one that updates the store."""
+        """Same as in accelerate, but replace the optimizer with an optimizer that updates the store."""
         check_given(optimizer)
         if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
@@ -389,7 +389,7 @@ class Accelerator(OffloadAwareAccelerator):
 
     def end_training(self) -> None:
         """Same as in accelerate. Also end the record that `lohan report` reads. The record is in `lohan/` in the
-        project folder. Without a project folder, only a run with `trace: true` has it, in the working directory."""
+        project folder. Without a project folder, only `trace: true` makes a record, in the working directory."""
         try:
             if self._loop_record is not None:
                 self._loop_record.end_run()

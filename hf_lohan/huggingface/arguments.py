@@ -71,7 +71,7 @@ def _in_json_types(offload: Any) -> Any:
 
 
 def choose_offload(offload: Any, arguments: Iterable[Any], default: Any = None) -> Any:
-    """Return the setting of a Trainer, from the first of these that has one: the argument ``offload``, the training
+    """Return the setting of a Trainer, from the first source that has a setting: the argument ``offload``, the training
     arguments among ``arguments``, ``default``, the environment. Raises ConfigError if the first two differ."""
     of_args = next((args.offload for args in arguments if isinstance(args, LohanArguments)), None)
     if offload is NOT_GIVEN:

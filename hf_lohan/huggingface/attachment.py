@@ -1,4 +1,4 @@
-"""Offloads a model that is in memory, or a model of a checkpoint. The latter is never in memory as a whole."""
+"""Offloads a model that is in memory, or the model of a checkpoint, which is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def from_pretrained(
         hold_gradients: hold gradients until `step()`, as clipping and accumulation require. False applies them in
             backward.
         sums_gradients: hold gradients in float32, because steps have several backwards. False holds gradients of
-            bfloat16 weights in bfloat16, which takes half the memory, and writes sums of several backwards to the SSD.
+            bfloat16 weights in bfloat16, in half the memory, and writes sums of several backwards to the SSD.
             Results are the same.
         model_class: a class or an auto class of transformers. The default is the class that the config names.
         is_trained: False freezes all weights. The store then has no optimizer states, and one version of each record.
@@ -129,10 +129,10 @@ def from_pretrained(
             configured optimizer, or AdamW.
         peft_config: a configuration of PEFT. The result is then a `PeftModel`, and its base is streamed too.
         quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``. It sets the setting `quantize`.
-        finish: a function to use instead of `peft_config`. It is called with the model before it is offloaded, and
-            returns the model with adapters or other changes. It is called twice: with a model on the meta device, and
-            with the streamed model, whose weights it may read. Weights that it replaces, such as resized embeddings,
-            are in memory as a whole.
+        finish: a function to use instead of `peft_config`. It is called with the model before offloading, and returns
+            the model with adapters or other changes. It is called twice: with a model on the meta device, and
+            with the streamed model, whose weights `finish` may read. Weights that `finish` replaces, such as resized
+            embeddings, are in memory as a whole.
         kwargs: arguments of the model class's `from_pretrained`, such as `revision` and `trust_remote_code`, and values
             for the checkpoint's config (`num_labels`, `attention_dropout`).
 
@@ -216,7 +216,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
 
 def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: ResolvedConfig, device: Device) -> None:
     if config.embedding == "rows" and layout.model_blocks.table is None:
-        logger.info("embedding: whole, because %s", why_whole(model))
+        logger.info("embedding: the whole table is streamed, because %s", why_whole(model))
     computes_bfloat16 = device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
@@ -226,7 +226,7 @@ def _tell_what_is_slow(model: nn.Module, layout: OffloadLayout, config: Resolved
 
 
 class _PlannedSteps:
-    """Tells the engine which backward is final, and plans steps for it."""
+    """Tells the engine which backward of a step is the last, and plans steps."""
 
     def __init__(self, model: nn.Module, plan: RunPlan, timeouts: StepTimeouts) -> None:
         self._model = weakref.ref(model)
@@ -262,7 +262,7 @@ class _PlannedSteps:
 
 class _RunFacts:
     """Facts for commits: choices of the plan, and the number of rows of each expert. Commits keep this object. It has
-    only weak references to the plan and the engine, because these keep the model."""
+    only weak references to the plan and the engine, because these keep the model alive."""
 
     def __init__(self, plan: RunPlan, engine: OffloadEngine) -> None:
         self._plan, self._engine = weakref.ref(plan), weakref.ref(engine)

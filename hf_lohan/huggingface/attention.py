@@ -319,8 +319,8 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
     pattern = mask_pattern(kwargs.get("mask_function", stock))
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
-            "ranks.per_row needs tokens that see all earlier tokens, or the earlier tokens of a window or of their "
-            "document, but this model has a mask of another form; leave ranks.per_row out"
+            "ranks.per_row needs a mask in which a token sees all earlier tokens, or the earlier tokens of a window or "
+            "its document, but the mask of this model has another form; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length
@@ -544,11 +544,11 @@ class LayerCall:
         if not isinstance(value, Tensor):
             return value
         if value.requires_grad:
-            raise NotCuttableError("has an input with a gradient beside the hidden states")
+            raise NotCuttableError("has an input with a gradient besides the hidden states")
         rows, length = self._shape[:2]
         token_dim = _only_dim(value, length, preferred=1)
         row_dim = None
-        if rows > 1:  # the dimension of rows precedes the dimension of tokens; later ones may have the same size
+        if rows > 1:  # rows precede tokens, and a later dimension may have the same size
             row_dim = _only_dim(value, rows, preferred=0, before=token_dim)
         if row_dim is not None:
             value = value.narrow(row_dim, tokens.first_row, tokens.last_row - tokens.first_row)
@@ -558,7 +558,7 @@ class LayerCall:
 
 
 def _only_dim(tensor: Tensor, size: int, *, preferred: int, before: int | None = None) -> int | None:
-    """Return the dimension of a tensor with ``size`` elements, or None. Only dimensions ``before`` this one count."""
+    """Return the dimension of a tensor with ``size`` elements, or None. Dimensions from ``before`` on are ignored."""
     dims = [dim for dim, of_dim in enumerate(tensor.shape[:before]) if of_dim == size]
     if len(dims) > 1 and preferred not in dims:
         raise NotCuttableError("has an input whose dimensions are not clear")

@@ -1,7 +1,7 @@
 """Compiles layers with `torch.compile`, as accelerate's regional compilation does: each kind of layer once.
 
 A graph gets a layer's weights as arguments, so the weights may be in any slot. A compiled layer is recomputed whole.
-Its input may be swapped, but not the outputs of operations within it, because a graph hides its operations.
+The input of a compiled layer may be swapped, but not outputs within the layer, because a graph hides its operations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDy
         )
     if backend == "inductor" and (missing := missing_compiler(device)) is not None:
         raise ValueError(
-            f"torch.compile needs {missing} for the device {device.type!r}, and there is none; install it, use another "
+            f"{missing} is missing, and torch.compile needs it for the device {device.type!r}; install it, use another "
             "backend, or leave torch_compile off"
         )
     if config.chunks.layers not in ("auto", False):
@@ -142,7 +142,7 @@ def _without_cache(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 def _forward(forms: _Forms, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if runs_as_checkpoint(module):
-        return type(module).forward(module, *args, **kwargs)  # it calls `ActivationTiers.run_layer`
+        return type(module).forward(module, *args, **kwargs)  # this forward calls `ActivationTiers.run_layer`
     forward = own_forward(module)
     # Calls with a cache run eager, because generation has new shapes at each token, and graphs depend on the cache.
     if cache_among(kwargs) is None and not any(isinstance(value, Cache) for value in args):

@@ -54,7 +54,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def check_equal_arguments(args: TrainingArguments, links: Links) -> None:
-    """Raise RanksDisagreeError if ranks have different arguments, and these affect the results."""
+    """Raise RanksDisagreeError if ranks have different arguments that affect the results."""
     find = functools.partial(_argument_values, args)
     check_equal("the training arguments", find, links, "give all ranks the same training arguments")
 

@@ -59,7 +59,7 @@ def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> 
         )
     if isinstance(model, str | Path) and not is_offloaded and not makes_models:
         raise ValueError(
-            f"model={str(model)!r} is the path or the name of a model, and only an offloading Trainer loads one; set "
+            f"model={str(model)!r} is the path or the name of a model, and only an offloading Trainer loads it; set "
             'offload="lohan", or pass a model in memory'
         )
 
@@ -143,8 +143,8 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
-        "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class, by "
-        "class MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
+        "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class: class "
+        "MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
         "activation_offloading=True is not needed, because offload keeps, swaps or recomputes activations as planned; "
         "leave it off, and set activations in the offload config": getattr(args, "activation_offloading", False),
         "sync_ref_model=True changes the reference model, whose weights are frozen in a separate store; leave it off "
@@ -160,7 +160,7 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         ),
         "vertical_micro_batches: true runs micro-batches together, but GRPO generates them one after the other; set "
         "it to false": is_joint and hasattr(args, "num_generations"),
-        "vertical_micro_batches: true cannot separate the micro-batches' gradients of TRL's fused head; "
+        "vertical_micro_batches: true cannot separate the gradients of TRL's fused head by micro-batch; "
         "set it to false, or train adapters": is_joint and trains_fused_head,
     }
     for sentence, is_refused in refused.items():
@@ -220,7 +220,7 @@ def check_model(model: Any) -> None:
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
         raise ValueError("a model wrapped by torch.compile cannot be offloaded; pass the original model")
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # others are a path, or None with `model_init`
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # else a path, or None with `model_init`
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     parameters = model.named_parameters() if isinstance(model, nn.Module) else ()

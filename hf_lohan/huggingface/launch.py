@@ -42,7 +42,7 @@ def launch_script(arguments: Sequence[str]) -> int:
 
 def launch_lohan(num_processes: int, arguments: Sequence[str]) -> int | None:
     """Run the command `lohan` in several processes, and return the exit status. If ``num_processes`` is 1, or if a
-    launcher has already started this number, return None. Raises ValueError if it has started another number."""
+    launcher has already started this number, return None. Raises ValueError if a launcher started another number."""
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes} must be at least 1")
     num_here = int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,7 +109,7 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     variables for the launcher."""
     if options.config_file is not None and not Path(options.config_file).is_file():
         raise ValueError(
-            f"there is no accelerate config {options.config_file!r}; give an existing file, or leave it out"
+            f"there is no accelerate config {options.config_file!r}; give an existing file, or leave --config_file out"
         )
     defaults = None
     if options.config_file is not None or (Path(default_config_file).is_file() and not options.cpu):
@@ -133,7 +133,7 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     if not on_cpu and num_local > num_gpus():
         raise ValueError(
             f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
-            "start one for each GPU, or give --cpu to train on the CPU"
+            "start one process for each GPU, or give --cpu to train on the CPU"
         )
     vars(options).update(cpu=False, multi_gpu=True)  # makes torchrun start the processes, also on CPUs
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):

@@ -90,7 +90,7 @@ class LocalRun:
         default_ssd_path: str | Path,
         device: Device | None = None,
     ) -> LocalRun:
-        """Open ``torch_device`` (None is the GPU if there is one), or use ``device``. Resolve the settings. With
+        """Open ``torch_device`` (None is the GPU, or else the CPU), or use ``device``. Resolve the settings. With
         `trace` the device's timeline starts recording. Raises ValueError if no run can begin with these settings, paths
         and stores."""
         settings = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
@@ -129,7 +129,7 @@ class LocalRun:
 
         If another engine in this process (such as the engine of an earlier Trainer in a notebook) has the store open
         for the same model, close it first. ``is_beside_others``: whether there may also be stores of another number of
-        ranks, because this run may continue from these.
+        ranks, because this run may continue from them.
         """
         _check_experts(layout, settings)
         folders = [ssd.path for ssd in settings.ssd]

@@ -1,4 +1,4 @@
-"""Replaces the optimizer of a run with one that updates the store."""
+"""Replaces the optimizer of a run with an optimizer that updates the store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPTIM_ARGS = {
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""Keys of `optim_args` that upstream uses. It ignores a weight decay in `optim_args`."""
+"""Keys of `optim_args` that upstream uses. Upstream ignores a weight decay in `optim_args`."""
 _INT8_ADAMWS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 """Names of 8-bit AdamW in bitsandbytes. Under offload they mean moments in int8."""
 _ADAMWS = ("paged_adamw_32bit", *_INT8_ADAMWS)
@@ -118,8 +118,8 @@ def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> Off
         )
     if config.optimizer_state_dtype not in ("auto", "int8"):
         raise ValueError(
-            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave it out, or set "
-            "optim='adamw_torch'"
+            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave optimizer_state_dtype "
+            "out, or set optim='adamw_torch'"
         )
     if config.optimizer_state_dtype == "int8":
         return config
@@ -146,7 +146,7 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose the optimizer that the first of these names: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
+    """Choose an optimizer by the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
     ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
@@ -198,8 +198,8 @@ def check_given(optimizer: torch.optim.Optimizer) -> None:
     _rule_of(name, optimizer.param_groups)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
-            f"this {name} has already taken a step, and only a new optimizer can be offloaded; make a new one, or "
-            "resume from a checkpoint that was saved under offload"
+            f"this {name} has already taken a step, and only a new optimizer can be offloaded; make a new optimizer, "
+            "or resume from a checkpoint that was saved under offload"
         )
 
 

@@ -38,7 +38,7 @@ _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
 @contextlib.contextmanager
 def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
     """Show a progress line on stderr in this context. `advance` moves the line, and nested work moves the outer line.
-    Without ``total_bytes`` the line has no numbers, and a `live_line` shows it if there is one. Shows nothing if stderr
+    Without ``total_bytes`` the line has no numbers, and an open `live_line` shows it. Shows nothing if stderr
     is not a terminal, if transformers' progress bars are off, or in a hidden `live_line`."""
     live = _live_lines[-1] if _live_lines else None
     if live is not None and total_bytes is None:
@@ -91,7 +91,7 @@ class LiveLine:
         self._total = total
         self._outermost: LiveLine = outer._outermost if outer is not None else self
         self._bar: tqdm | None = None
-        """The bar of the outermost line, which exists after its first text. Other lines have no bar."""
+        """The bar of the outermost line, created with its first text. Other lines have no bar."""
         self._number = 0
         self._counts_forwards = True
         self._position: tuple[PassName | None, int, int] = (None, 0, 0)

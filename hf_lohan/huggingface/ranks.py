@@ -50,7 +50,7 @@ _links: Links | None = None
 
 
 def launch_id() -> str | None:
-    """Return an id that all attempts of one launch of torchrun have on this machine. None if torchrun did not start
+    """Return an id that all attempts of one launch of torchrun share on this machine. None if torchrun did not start
     this process. accelerate's launcher uses torchrun too."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
@@ -143,7 +143,7 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError for `TrainingArguments` with which ranks would not stay in step."""
+    """Raise ValueError for `TrainingArguments` with which ranks would not take steps together."""
     check_joined(args.world_size)
     check_parallelism(getattr(args, "parallelism_config", None) or _parallelism_of_environment())
     if args.world_size == 1:
@@ -153,8 +153,8 @@ def check_rank_arguments(args: TrainingArguments) -> None:
     refused = {
         "auto_find_batch_size=True lets each rank try batch sizes by itself, but ranks must take steps together; set "
         "per_device_train_batch_size": args.auto_find_batch_size,
-        "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it out "
-        "of accelerator_config": not even_batches,
+        "even_batches=False allows one rank fewer batches than the others, which would wait for it; leave it out of "
+        "accelerator_config": not even_batches,
         "save_on_each_node=True makes a checkpoint on each machine, but all ranks save their parts to one checkpoint; "
         "leave it off, and put output_dir on a file system that all machines share": args.save_on_each_node,
     }
@@ -169,7 +169,7 @@ def check_rank_accelerator(accelerator: Accelerator) -> None:
     check_parallelism(accelerator.parallelism_config)
     if accelerator.num_processes > 1 and not accelerator.even_batches:
         raise ValueError(
-            "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it on"
+            "even_batches=False allows one rank fewer batches than the others, which would wait for it; leave it on"
         )
 
 
@@ -293,8 +293,8 @@ _STOCK_GENERATE = "_lohan_stock_generate"
 
 
 def generate_together(model: Any, links: Links, is_closed: Callable[[], bool]) -> None:
-    """Let all ranks begin `generate` together, because they load the blocks of a forward together. After its sequences
-    are complete, a rank continues until all ranks are complete if torch connects the ranks. Otherwise it only serves
+    """Let all ranks begin `generate` together, because they load the blocks of a forward together. If torch connects
+    the ranks, a rank with complete sequences continues until all ranks are complete. Otherwise it only serves
     its weights to the others. `generate` raises RanksDisagreeError if another rank makes another call. If
     ``is_closed()`` is true, nothing changes."""
     for module in model.modules() if links.ranks.others else ():
@@ -324,12 +324,12 @@ def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
     if ranks.num_local % sequence_ranks:
         raise ValueError(
             f"ranks.per_row: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
-            f"multiple of {sequence_ranks} on each (lohan launch --num_processes), or change ranks.per_row"
+            f"multiple of {sequence_ranks} ranks on each (lohan launch --num_processes), or change ranks.per_row"
         )
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
-    """Raise ValueError for optimizers that need whole parameters, because each rank has only a shard of each."""
+    """Raise ValueError for optimizers that need whole parameters, because a rank has only shards."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
     if num_ranks > 1 and whole:
         raise ValueError(
@@ -344,6 +344,6 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
     for rank, num in enumerate(nums):
         if num != nums[0]:
             raise ValueError(
-                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other "
-                "forever; let accelerate prepare the data loader, or give each rank the same number"
+                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one rank would wait for the "
+                "other forever; let accelerate prepare the data loader, or give each rank the same number"
             )

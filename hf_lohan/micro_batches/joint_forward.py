@@ -220,7 +220,7 @@ class JointForward:
         return self._leaves.leaf_of_rows(self._lockstep.running, block, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
-        """Let the other micro-batches catch up before this one enters blocks that share a slot with others."""
+        """Let the other micro-batches catch up before this micro-batch enters blocks that share a slot with others."""
         progress = self._progress[self._lockstep.running]
         is_in_head = self._separate_heads and progress.num_layers == self._num_layers
         if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
@@ -231,8 +231,8 @@ class JointForward:
         """Let the other micro-batches run the layer. Returns the input of the next layer.
 
         Micro-batches switch after a layer and not before it, because before transformers 5.23 hooks run within the
-        layer's checkpoint. If they switched before it, the checkpoint would save the random generator's state, and then
-        other micro-batches would draw from the generator. The recomputation would get other random numbers.
+        layer's checkpoint. If they switched before a layer, the checkpoint would save the random generator's state, and
+        then other micro-batches would draw from the generator. The recomputation would get other random numbers.
         """
         if not torch.is_grad_enabled():
             return output  # without a backward, the order does not matter
@@ -299,7 +299,7 @@ class JointForward:
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
     def _on_block_done(self, block: Block) -> None:
-        # A block outside the layers may be used before and after them, so more gradients may come.
+        # A block outside the layers may be used before and after them, so more gradients may arrive.
         if block.size_class is SizeClass.LAYER:
             self._sums.complete(block)
 
@@ -339,7 +339,7 @@ class MicroBatchHeads:
         return gate if hidden is output else type(output)((gate, *output[1:]))
 
     def run_backward_of(self, micro_batch: int, losses: Sequence[Tensor]) -> None:
-        """Run the backward of a micro-batch's head after its forwards. ``losses`` are those of the micro-batch."""
+        """Run the backward of a micro-batch's head after its forwards. ``losses``: its losses."""
         gates = self._gates.pop(micro_batch, [])
         leaves = _leaves_behind(gates[0], losses[0], self._is_leaf) if len(gates) == len(losses) == 1 else None
         if leaves is None:

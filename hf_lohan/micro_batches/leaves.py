@@ -16,7 +16,7 @@ from hf_lohan.weights import SlotRing
 
 class OnGradient(Protocol):
     """Called in backward when the gradient of a micro-batch's leaf is complete. ``has_more``: whether the micro-batch
-    has another leaf of this parameter, whose gradient may come later."""
+    has another leaf of this parameter, whose gradient may arrive later."""
 
     def __call__(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None: ...
 

@@ -72,7 +72,7 @@ class Lockstep:
             for thread in threads:
                 thread.start()
             self._wake_next()
-            while not self._has_ended.wait(_POLL_S):  # an interrupt just before a wait is raised only after it
+            while not self._has_ended.wait(_POLL_S):  # an interrupt just before a wait is raised only after the wait
                 pass
         except BaseException as error:
             self._abandon(error)
@@ -161,7 +161,7 @@ class SequenceNumbers:
     """Threads take turns, and this numbers their autograd nodes as if one thread recorded all nodes.
 
     Each thread has a counter, and autograd's backward runs the ready node with the highest number first. A counter
-    cannot be set, but each recorded node increases it. A temporary view, which takes less than a microsecond, does so.
+    cannot be set, but each recorded node increases it. A temporary view increases it in under a microsecond.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Tells apart the objects that have adapters of PEFT.
+"""Distinguishes the objects that have adapters of PEFT.
 
-A `PeftModel` saves its adapters, and a `PeftMixedModel` (`get_peft_model(mixed=True)`) nothing itself. A model of
+A `PeftModel` saves its adapters, and a `PeftMixedModel` (`get_peft_model(mixed=True)`) saves nothing itself. A model of
 transformers may have adapters in its own layers. The model saves the active adapter after `model.add_adapter`, and all
 its weights after `peft.inject_adapter_in_model`.
 """

@@ -142,7 +142,7 @@ class FetchedPart:
 
 @dataclass(eq=False)
 class Block:
-    """The parameters that stream together: those of one decoder layer, or of one module outside the layers.
+    """The parameters that stream together, of one decoder layer or of one module outside the layers.
 
     Trainable parameters are first, with matrices before vectors, so that weight-decay groups form long runs. Frozen
     parameters follow and have no optimizer state, and packed parameters are last. The `param` record has `stored_numel`

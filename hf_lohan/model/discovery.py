@@ -25,7 +25,7 @@ _LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # a name, because this package
 _REVERSIBLE = frozenset({"ReformerModel"})
 """Names of classes whose backward runs the layers again in an autograd function."""
 _ADAPTER_FRACTION = 1 / 16
-"""If less than this fraction of all parameters is trainable, the trainable ones count as adapters."""
+"""If less than this fraction of all parameters is trainable, the trainable parameters count as adapters."""
 _RESIDENT_FRACTION = 1 / 16
 """Size relative to a layer below which a module outside the layers stays on the device instead of in a slot."""
 
@@ -55,7 +55,7 @@ class ModelBlocks:
 
     @property
     def table(self) -> Block | None:
-        """The block that comes to the device as rows only. No module with hooks needs it."""
+        """The block of which only rows are loaded to the device. No module with hooks needs it."""
         return next((block for block in self.blocks if block.size_class is SizeClass.ROWS), None)
 
     @property
@@ -123,7 +123,7 @@ def _may_be_layers(modules: nn.ModuleList) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Return whether the module has a forward. Lists and dicts of modules have none."""
+    """Return whether the module has a forward. Lists and dicts of modules have no forward."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -177,9 +177,9 @@ def discover_blocks(
 
     `working_dtype` is the dtype of all parameters except integers and those in `kept_in_float32`. With None, each
     parameter keeps its dtype. A block has parameters of one dtype and one rule, so a module with several has several
-    blocks. `by_rows` is the weight that comes to the device as rows only (`table_of_rows`), unless it stays there.
-    `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
-    that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
+    blocks. `by_rows` is the weight of which only rows are loaded to the device (`table_of_rows`), unless it stays
+    there. `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a
+    dtype that cannot be trained, a quantization that packs nothing, or a trained parameter in the memory of another.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -270,8 +270,8 @@ def discover_blocks(
 
 
 def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ValueError if a trained parameter has elements in common with another parameter. The store has them apart,
-    so an update of one would not reach the other."""
+    """Raise ValueError if a trained parameter has elements in common with another parameter. The store has separate
+    elements for each, so an update of one would not reach the other."""
     in_storage: dict[int, list[nn.Parameter]] = {}
     for parameter in names:
         if type(parameter) is nn.Parameter and parameter.numel():
@@ -285,9 +285,9 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
                     break
                 if (one.requires_grad or other.requires_grad) and _have_common_elements(one, other):
                     raise ValueError(
-                        f"{names[one]} and {names[other]} are two parameters in the same memory, to which torch adds "
-                        "the updates of both, but offload cannot; tie them with one nn.Parameter "
-                        "(b.weight = a.weight), give one a copy (clone()), or leave ensure_weight_tying of PEFT out"
+                        f"{names[one]} and {names[other]} are two parameters in the same memory, which offload cannot "
+                        "update together as torch does; tie them with one nn.Parameter (b.weight = a.weight), give one "
+                        "a copy (clone()), or leave ensure_weight_tying of PEFT out"
                     )
 
 
@@ -301,7 +301,7 @@ def _end_byte(parameter: nn.Parameter) -> int:
 
 
 def _have_common_elements(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Return whether two parameters whose ranges overlap have common elements. Two columns of a matrix have none."""
+    """Return whether two parameters whose ranges overlap have common elements. Columns of a matrix do not."""
     if one.element_size() != other.element_size():
         return True
     first, end = min(map(_first_byte, (one, other))), max(map(_end_byte, (one, other)))
@@ -325,7 +325,7 @@ def _inside(
 
 def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
     """Return the trainable parameters if they are few and every layer has frozen weights. They stay on the device, so
-    that their updates never make the weights in a layer's slot old."""
+    that their updates never make a layer's slot outdated."""
     trainable = [p for p in parameters if p.requires_grad]
     is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
     has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())
@@ -390,7 +390,7 @@ def _blocks_of_several_layers(needs: dict[nn.Module, tuple[Block, ...]], layers:
 
 
 def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
-    """Return the module or its nearest parent that can be called. Containers such as PEFT's ParameterDict cannot."""
+    """Return the module or its nearest parent that can be called. PEFT's ParameterDict cannot be called."""
     module = model.get_submodule(name)
     while isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
         name = name.rpartition(".")[0]

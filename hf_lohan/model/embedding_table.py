@@ -1,4 +1,4 @@
-"""Decides whether only rows of the input embeddings come to the device, and plans for it."""
+"""Decides whether only rows of the input embeddings are loaded to the device, and plans for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def table_of_rows(model: nn.Module) -> nn.Parameter | str:
 
 
 def table_to_load_by_rows(model: nn.Module) -> nn.Parameter | None:
-    """Return the weight of the input embeddings if the model allows that only rows of it come to the device."""
+    """Return the weight of the input embeddings if the model allows that only rows of it are loaded."""
     found = table_of_rows(model)
     return found if isinstance(found, nn.Parameter) else None
 
@@ -76,13 +76,13 @@ def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice,
 
 
 def rows_granule_bytes(model_blocks: ModelBlocks) -> int:
-    """Return the bytes of a granule of the table's block if only rows of the table come to the device, or else 0."""
+    """Return the bytes of a granule of the table's block if only rows of the table are loaded, or else 0."""
     table = model_blocks.table
     return 0 if table is None else table.granule_numel * table.master.working_dtype.itemsize
 
 
 def with_rows(profile: ModelProfile, model_blocks: ModelBlocks) -> ModelProfile:
-    """Return the profile if only rows of the table of embeddings come to the device."""
+    """Return the profile if only rows of the table of embeddings are loaded to the device."""
     table = model_blocks.table
     if table is None:
         return profile

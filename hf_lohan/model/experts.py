@@ -42,9 +42,9 @@ class FusedExperts:
 
 
 def find_experts(model: nn.Module) -> dict[str, FusedExperts]:
-    """Return the modules whose experts can stream one by one, by name. Other modules stream with their layer: modules
-    that transformers does not call through its registry of implementations; modules whose weights have several dtypes,
-    are partly frozen or are used elsewhere; and modules that an adapter wraps. Experts must also begin at multiples of
+    """Return the modules whose experts can stream one by one, by name. Others stream with their layer, because
+    transformers does not call them through its registry of implementations, an adapter wraps them, or their weights
+    have several dtypes, are partly frozen or are used elsewhere. Experts must also begin at multiples of
     `PARAM_ALIGN_NUMEL`, because an update computes a tensor's last elements with scalar instructions."""
     users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     return {

@@ -26,7 +26,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _TRANSPOSED_CLASS = "Conv1D"  # a name, because this package does not import transformers
 _KEPT_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _ADAPTER_NAMES = ("adapter_layer_names", "other_param_names")
-"""Attributes of PEFT's layers that name the parts that belong to adapters."""
+"""Attributes of PEFT's layers with the names of the adapters' parts."""
 _COPIES = "modules_to_save"
 
 
@@ -162,7 +162,7 @@ def name_in_base(name: str) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear module has the transposed matrix, so that bitsandbytes packs it transposed."""
+    """Return whether a linear module stores its matrix transposed. bitsandbytes packs the transpose of this matrix."""
     return type(module).__name__ == _TRANSPOSED_CLASS
 
 
@@ -190,6 +190,6 @@ def _refuse_partial_blocks(name: str, numel: int, quantization: Quantization) ->
     """Raise ValueError if an expert of ``numel`` elements would share a block with the next expert."""
     if quantization.method != "int8" and numel % quantization.block:
         raise ValueError(
-            f"quantize: each expert of {name} has {numel} elements, which is no multiple of block "
+            f"quantize: each expert of {name} has {numel} elements, which is not a multiple of block "
             f"{quantization.block}; choose another block, or skip: [{name.rpartition('.')[0]}]"
         )

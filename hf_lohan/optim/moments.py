@@ -162,7 +162,7 @@ def _round_to_power_(
     for _ in range(num_squares - 2):
         power.square_()
         next_power.square_()
-    # The fraction is between the k-th powers of level and level + 1. Compute its relative distance from the lower one.
+    # The fraction is between the k-th powers of level and level + 1. Compute its relative distance from the first.
     fractions.mul_(float(highest) ** 2**num_squares).addcmul_(power, power, value=-1)
     distance = torch.mul(next_power, next_power, out=next_power).addcmul_(power, power, value=-1)
     is_next = fractions.div_(distance).sub_(noise).ceil_()

@@ -140,7 +140,7 @@ def master_format(
 ) -> MasterFormat:
     """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
     working dtype without an exact master (float16), and for a `moment_dtype` other than float32 if `rule` is not AdamW.
-    ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
+    ``trained_name``: the parameter's name for the error, or None for a frozen parameter, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
             f"{states_setting(moment_dtype)} is only for AdamW, and this run has {rule}; leave the setting out"
@@ -165,7 +165,7 @@ def encode_master_(master: Tensor, working: Tensor, residual: Tensor) -> Tensor:
     ties, which `close_ties_` needs. A NaN stays a NaN, but may lose its payload."""
     bits = master.view(torch.int32)
     working.copy_(master)
-    residual.copy_(bits)  # keeps the low bits, and the working weight has none there
+    residual.copy_(bits)  # keeps the low bits, which the working weight does not have
     # numpy compares integers ten times faster than torch.
     halfway = torch.from_numpy((residual.numpy() == NO_TIES).nonzero()[0])
     was_rounded_down = bits[halfway].bitwise_right_shift_(_LOW_BITS) == working.view(torch.int16)[halfway]

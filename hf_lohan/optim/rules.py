@@ -43,7 +43,7 @@ def here(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """The way in which a run updates some of its parameters. Equal rules have equal records."""
+    """Describes how a run updates some of its parameters. Equal rules have equal records."""
 
     name: str
     """Name of the class in `torch.optim`."""

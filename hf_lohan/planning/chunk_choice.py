@@ -13,7 +13,7 @@ from hf_lohan.costs.fitting import layer_working_bytes, tied_gradient_bytes
 LEAST_CHUNK_TOKENS = 256
 """Smaller chunks make matrix products slow, and hardly save memory."""
 _NUM_COMPARED = 3
-"""Number of chunk sizes to compare: the largest that fits, and smaller ones, which leave more room for activations."""
+"""Number of chunk sizes to compare: the largest that fits, and smaller sizes, which leave more room for activations."""
 _AS_GOOD = 1.01
 """Larger chunks are taken unless a step with smaller chunks is shorter by this factor."""
 
@@ -54,7 +54,7 @@ class ChunkChoice:
         return layer_working_bytes(profile) + input_bytes + tied_gradient_bytes(profile) > self.room_bytes
 
     def _candidates(self, below: int | None) -> list[int]:
-        """Return numbers of tokens, largest first. Whole rows come before parts of a row."""
+        """Return numbers of tokens, largest first. Whole rows are before parts of a row."""
         numbers = [rows * self.sequence_length for rows in _halves(self.batch_size)]
         numbers += [tokens for tokens in _halves(self.sequence_length) if tokens >= LEAST_CHUNK_TOKENS]
         numbers = [number for number in numbers if below is None or number < below]
@@ -67,7 +67,7 @@ class ChunkChoice:
         return next((number for number in candidates if not self._exceeds_device(number)), candidates[-1])
 
     def _largest_that_fits(self, below: int | None) -> int | None:
-        """Return the largest chunks that fit, or smaller ones if these have a shorter step."""
+        """Return the largest chunks that fit, or smaller chunks if these have a shorter step."""
         candidates = self._candidates(below)
         first = bisect.bisect_left(candidates, True, key=lambda number: not self._exceeds_device(number))
         steps_s: dict[int, float] = {}

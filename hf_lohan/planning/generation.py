@@ -91,7 +91,7 @@ def lay_out_generation(
     if cpu_memory_bytes <= 0:
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
-            "blocks take on their way between ranks; raise it"
+            "blocks take in transit between ranks; raise cpu_memory"
         )
     pools = plan_pools(
         PoolRequest(

@@ -26,8 +26,8 @@ def group_counterparts(ranks: Ranks, way: Collectives) -> list[int]:
 
 
 def kept_ranks(ranks: Ranks, way: Collectives) -> list[int]:
-    """Return the ranks whose shards a rank keeps. A rank and its counterparts in its group share the shards of other
-    groups among them. If changes are sent, a rank also keeps its own shard, to compute the changes."""
+    """Return the ranks whose shards a rank keeps. A rank and its counterparts in its group divide the shards of other
+    groups among themselves. If changes are sent, a rank also keeps its own shard, to compute the changes."""
     of_group, in_group = way.nodes_of_group(ranks.num_local), group_counterparts(ranks, way)
     received = [rank for rank in ranks.counterparts if rank not in in_group]
     return [*received[ranks.node % of_group :: of_group], *([ranks.rank] if way.keeps_own else [])]
@@ -77,7 +77,7 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
 
 
 def coded_bytes_within(block: Block, within: WithinCodec) -> int:
-    """Return the bytes of the payload in which the block goes to devices; 0 if it goes there unchanged."""
+    """Return the bytes of the payload in which the block goes to devices; 0 if the block is sent unchanged."""
     return 0 if within == "exact" or block.packed_slices else WEIGHT_FORMAT.payload_bytes(block.numel)
 
 
@@ -101,7 +101,7 @@ def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> in
 
 
 def coded_numel(block: Block, rank: int) -> int:
-    """Return the number of elements of a rank's shard that a codec may round. Packed weights come after them."""
+    """Return the number of elements of a rank's shard that a codec may round. Packed weights follow them."""
     start, stop = block.record_ranges(PARAM)[rank]
     return stop - start
 

@@ -76,7 +76,7 @@ _WHOLE_LAYERS_SHARE = 2
 `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits in float32 take 1 / `_CHUNK_SHARE` of `gpu_memory`, but at most this. Larger ones are not faster."""
+"""A chunk's logits in float32 take 1 / `_CHUNK_SHARE` of `gpu_memory`, but at most this. Larger sizes are no faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Bytes of a node's host memory that blocks pass through on their way to the node's ranks."""
+    """Bytes of a node's host memory for blocks in transit to the node's ranks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0
@@ -454,9 +454,9 @@ def lay_out(
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
-            f"blocks take on their way between ranks ({format_bytes(messages)} of it for payloads, as collectives="
-            f"{config.ranks.collectives.to_setting()} asks, and {format_bytes(lending_bytes(expert_bytes))} for "
-            "experts.balance); raise it"
+            f"blocks take in transit between ranks ({format_bytes(messages)} of it for payloads, as "
+            f"collectives={config.ranks.collectives.to_setting()} asks, and "
+            f"{format_bytes(lending_bytes(expert_bytes))} for experts.balance); raise cpu_memory"
         )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
@@ -531,8 +531,8 @@ def streams_experts(model: nn.Module, form: StoredForm, config: ResolvedConfig, 
 
 def _lacks_experts(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} has no experts that can be loaded one by one, which must be fused tensors that "
-        "transformers calls through its registry of implementations, without adapters"
+        f"{type(model).__name__} has no experts that can be loaded one by one: fused tensors without adapters, which "
+        "transformers calls through its registry of implementations"
     )
 
 
@@ -552,7 +552,7 @@ def _check_expert_parallel(model: nn.Module, has_experts: bool, config: Resolved
     if asked == "node" and ranks.num_nodes > 1:
         raise ValueError(
             f"experts.parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank of all "
-            "nodes, which the tokens of the others must reach; set experts.parallel to world"
+            "nodes, and tokens of all others must reach this rank; set experts.parallel to world"
         )
     if asked == "none" and config.experts.load == "streamed" and ranks.num_ranks > 1:
         raise ValueError(

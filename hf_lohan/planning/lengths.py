@@ -179,7 +179,7 @@ def plan_epoch(
     tops = _class_tops(padded)
     steps = {top: plan(top).plan.prediction for top in {*tops, packed_row_tokens}}
     class_of = [next(top for top in reversed(tops) if length <= top) for length in padded]
-    # Step times are interpolated between planned lengths. A shorter batch takes as long as the shortest planned one.
+    # Step times are interpolated between planned lengths. A shorter batch takes as long as the shortest planned length.
     known = sorted(tops)
     seconds = np.interp(padded, known, [steps[top].step_s for top in known]) / num_micro_batches
     num_packed_rows = -(-sum(lengths) // packed_row_tokens)

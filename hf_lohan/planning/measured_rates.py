@@ -71,7 +71,7 @@ _NAMES = [field.name for field in fields(StepTimes)]
 
 
 def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """Return the mean of the steps. If one took much longer than another because of other work, return the shortest."""
+    """Return the mean of the steps. If a step took much longer because of other work, return the shortest step."""
     shortest = min(steps, key=lambda step: step.step_s)
     if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
         return shortest

@@ -60,7 +60,7 @@ def why_not_together(model: Any) -> str | None:
         return f"the model draws random numbers ({drawn}), which would change"
     root = base_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
-        return f"{type(root).__name__} is not a model of transformers, so its forward may keep something"
+        return f"{type(root).__name__} is not a model of transformers, so its forward may keep state"
     beside = layer_beside_text(model)
     if beside is not None:
         return f"text alone does not reach {beside}, and micro-batches that run together pass the same layers"

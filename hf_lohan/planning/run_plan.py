@@ -68,7 +68,7 @@ NUM_STEPS_TIMED = 2
 NUM_STEPS_TRIED = 3
 """Number of timed steps of a plan on trial. The step before these is not timed."""
 _WORTH_TRYING = 0.97
-"""Another plan is tried if its step takes less than this share of the present one."""
+"""Another plan is tried if its step takes less than this share of the present plan's step."""
 _WORTH_MEASURING_S = 60.0
 """Measuring hardware well takes a few seconds. For a run that is shorter than this, hardware is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
@@ -114,7 +114,7 @@ class RunPlan:
         self.fused: Fusion | None = None
         """How the run's layers fuse the operations between products."""
         self._fused_before: Fusion | Literal["unknown"] | None = "unknown"
-        """`fused` of the run that this one continues. Commits of earlier versions do not have it."""
+        """`fused` of the run that this run continues. Commits of earlier versions do not have it."""
         self.chunks: ChunkedLayers | None = None
         """The layers that may run in chunks. There may be none."""
         self.chunk_tokens: int | None = None
@@ -132,7 +132,7 @@ class RunPlan:
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
-        """The plan before the one on trial; None if no plan is on trial."""
+        """The plan before the plan on trial; None if no plan is on trial."""
         self._num_before_trial = 0
         self._failure = ""
         """Why the last step could not be planned."""
@@ -171,7 +171,7 @@ class RunPlan:
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
         """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
-        after this commit, it decides the same again. Returns whether the present plan is for other chunks."""
+        after this commit, it decides the same number again. Returns whether the present plan is for other chunks."""
         self._run_id = facts.get(RUN_ID)
         self._fused_before = facts.get(FUSED, "unknown")
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
@@ -182,16 +182,16 @@ class RunPlan:
             self._decided_before = planned if before is None else before
             if self._decided_before is None and self._chunks_file is not None and os.path.exists(self._chunks_file):
                 decided = json.loads(read_whole(self._chunks_file))
-                if decided.get(RUN_ID) == self._run_id:  # the file of another run says nothing about this one
+                if decided.get(RUN_ID) == self._run_id:  # the file of another run is not about this run
                     self._decided_before = int(decided[CHUNK_TOKENS])
             self.cut_layers(before)
             return bool(before != planned)
         if before != (setting or None):
             logger.warning(
-                "this run continues one with %s and has chunks.layers: %s, so it adds sums in another order from here "
-                "on; for the same bits set chunks.layers to auto",
-                "whole layers" if before is None else f"chunks of {before} tokens",
+                "this run has chunks.layers: %s and continues a run with %s, so it adds sums in another order from "
+                "here on; for the same bits set chunks.layers to auto",
                 str(setting).lower(),
+                "whole layers" if before is None else f"chunks of {before} tokens",
             )
         return False
 
@@ -208,13 +208,13 @@ class RunPlan:
         """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
         look slow. The hardware is measured only for the first plan. After an error the run continues without a plan.
         ``layout``: the memory that the run has taken so far. ``may_run_together``: see `plan_step`. Raises BudgetError
-        on all ranks if a step needs a plan, and a rank has none that fits. A step needs a plan if `device_memory` has a
-        size, or if ranks share rows."""
+        on all ranks if a step needs a plan, and a rank has no plan that fits. A step needs a plan if `device_memory`
+        has a size, or if ranks share rows."""
         self._layout = layout or self._layout
         self._of_longer = None
         if self.first is None and self._fused_before not in ("unknown", self.fused):
             logger.warning(
-                "this run continues one %s compiled layers, so its sums have other last bits from here on; for the "
+                "this run continues a run %s compiled layers, so its sums have other last bits from here on; for the "
                 "same bits set torch_compile as before",
                 "with" if self._fused_before else "without",
             )
@@ -235,7 +235,7 @@ class RunPlan:
         self.first = self.first or self.now
         self._computing = self._of_longer or self._computing
         self._tried_after = None
-        self._steps, self._before = [], None  # steps with shorter batches say nothing about these
+        self._steps, self._before = [], None  # steps with shorter batches do not show these rates
         self._layout = self.now.layout  # the memory is taken only once
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
@@ -264,7 +264,7 @@ class RunPlan:
 
     @property
     def _needs_plan(self) -> str | None:
-        """A sentence that says why a step needs a plan, and how to do without one. None if a step needs no plan."""
+        """A sentence that says why a step needs a plan, and how to do without a plan. None if a step needs no plan."""
         if self._config.device_memory != AUTO:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
@@ -351,7 +351,7 @@ class RunPlan:
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
-            logger.warning("%s: %s", what if now is None else "the plan stays, because the new batch has none", error)
+            logger.warning("%s: %s", what if now is None else "the old plan stays, as the new batch has none", error)
             return None
 
     def step_began(
@@ -360,7 +360,7 @@ class RunPlan:
         """Time the previous step. After enough steps, plan again with the measured rates and ``routing`` (by layer, the
         number of tokens of each expert), and return the new plan. A plan with other placements or another clipping mode
         is on trial first. If its steps are longer, return the previous plan. ``is_as_planned``: whether the previous
-        step had batches of the planned length. If not, its time does not count."""
+        step had batches of the planned length, so that its time counts."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None and is_as_planned:
             self._steps.append(now.since(self._before))
@@ -383,7 +383,7 @@ class RunPlan:
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
-            now = replace(now, plan=replace(now.plan, clip="defer"))  # the timed steps deferred
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # as in the timed steps
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None
@@ -408,7 +408,7 @@ class RunPlan:
             self.now = _scaled_to_measured(tried, tried_s)
             return None
         logger.info(
-            "steps of the second plan took %.3g s, and those of the first %.3g s, so the first is used again",
+            "steps of the second plan took %.3g s, and steps of the first plan %.3g s, so the first plan is used again",
             tried_s,
             before_s,
         )

@@ -132,7 +132,7 @@ def measure_network(links: Links) -> float | None:
         begin_s = time.perf_counter()
         links.all_gather("bytes that measure the network", bytes(_PROBE_BYTES))
         seconds.append(time.perf_counter() - begin_s)
-    slowest_s = max(map(float, links.all_gather("what that took", repr(min(seconds)).encode())))
+    slowest_s = max(map(float, links.all_gather("the seconds of the measurement", repr(min(seconds)).encode())))
     return ranks.num_local * num_receivers * _PROBE_BYTES / slowest_s
 
 
@@ -176,5 +176,5 @@ def _refuse_differences(offers: Sequence[_Offer]) -> None:
             if value != offers[0].settings[name]:
                 raise ConfigError(
                     f"{name} is {offers[0].settings[name]!r} on rank 0 and {value!r} on rank {rank}; give all ranks "
-                    "the same offload settings; only ssd paths may differ"
+                    "the same offload settings, except ssd paths"
                 )

@@ -21,7 +21,7 @@ def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
 
 def key_numel(config: Any) -> int:
     """Return the number of elements of a token's keys and values in one layer, from a model's config; 0 if it is not
-    known. Ranks share expanded keys and values, so compressed ones count as expanded. A trace in chunks is more exact
+    known. Ranks share expanded keys and values, so compressed keys count as expanded. A trace in chunks is more exact
     (`TracedModel.keys`), but some layers cannot be traced, such as mixtures in float32."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     try:

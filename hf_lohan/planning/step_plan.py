@@ -120,11 +120,11 @@ def plan_step(
 
     ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
     state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
-    the orders of micro-batches, and return the better one in the shape. With several ranks, configuration and shape
-    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those
-    that the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
+    the orders of micro-batches, and return the better order in the shape. With several ranks, configuration and shape
+    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default all that
+    the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
     are equally likely. ``chunk_tokens``: the number of tokens in a chunk, if it is decided. ``simulates``: the solvers
-    whose steps are simulated. "own" is that of the configuration. With "none", the plan is that of `plan_search`.
+    whose steps are simulated. "own" is the configured solver. With "none", the plan is from `plan_search`.
     ``fused``: how layers fuse the operations between matrix products. ``is_trial``: the caller asks only whether and
     how the step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory.
     Raises ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
@@ -151,7 +151,7 @@ def plan_step(
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    # If layers fit whole with micro-batches in turn, they stay whole for joint ones: chunks would change numbers.
+    # If layers fit whole with micro-batches in turn, they stay whole with joint micro-batches, for equal numbers.
     stays_whole = fits_whole and chunk_tokens is None and config.chunks.layers == AUTO
     together = replace(
         planner,
@@ -272,7 +272,7 @@ class _StepPlanner:
 
     @cached_property
     def _keys(self) -> tuple[int, int]:
-        """If ranks share rows: elements of a token's keys and values in a layer, and bytes of one. Otherwise (0, 0)."""
+        """With shared rows: elements of a token's keys and values in a layer, and bytes per element. Else (0, 0)."""
         if self.config.ranks.per_row == 1 or self.chunks is None:
             return (0, 0)
         # The size of a token's keys does not depend on the number of tokens, so a few tokens are traced.
@@ -403,7 +403,7 @@ def _least_bytes(
 
 
 def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
-    """Return the best plan of those that fit. If none fits, return the first plan."""
+    """Return the best plan that fits. If none fits, return the first plan."""
     fitting = [planned for planned in found if planned.plan.fits]
     return fitting[least_wearing([planned.plan for planned in fitting])] if fitting else found[0]
 

@@ -31,7 +31,7 @@ class Wear:
 
 
 def wear_of(planned: PlannedStep, num_steps: int | None) -> Wear:
-    """Return the wear by ``num_steps`` steps like the planned one. Plans no other step, so it takes milliseconds."""
+    """Return the wear by ``num_steps`` steps like the planned step. Plans no other step, so it takes milliseconds."""
     steps, step = num_steps or 1000, planned.plan.prediction
     life = drive_life(planned.hardware, step)
     worn = steps / life.steps if life is not None else 0.0

@@ -265,7 +265,7 @@ def _byte_of(matrix: EncodedMatrix, element: int) -> int:
 def _decode_matrix_(
     out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor, matrix: EncodedMatrix
 ) -> None:
-    """Do as `PackedForm.decode_`, for one matrix."""
+    """Same as `PackedForm.decode_`, for one matrix."""
     grid = scales[: matrix.grid[0] * matrix.grid[1] * getattr(torch, matrix.scales).itemsize]
     by_block = grid.view(getattr(torch, matrix.scales)).view(matrix.grid)
     zero_points = None
@@ -419,7 +419,7 @@ class EncodedWeight:
         num_dimensions = len(self.scales.get_shape())
         if num_dimensions == len(self.shape):
             return _rows(self.scales, expert, first, last)
-        scales = self.scales[...].flatten()  # one, or one of each expert
+        scales = self.scales[...].flatten()  # one scale, or one for each expert
         return scales[expert if expert is not None and scales.numel() > 1 else 0].view(1, 1)
 
     def _zero_points(self, first: int, last: int) -> Tensor:

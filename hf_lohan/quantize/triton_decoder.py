@@ -1,4 +1,4 @@
-"""Decodes packed weights on CUDA with Triton kernels, in one pass. Results are bitwise equal to those of the torch
+"""Decodes packed weights on CUDA with Triton kernels, in one pass. Results are bitwise equal to results of the torch
 operations in `four_bit` and `encoded_weights`.
 
 This module is imported only if Triton is installed. A program decodes neighbouring bytes of codes. To get equal bits,
@@ -39,7 +39,7 @@ def decode_four_bit_(
     """Write the elements [first, stop) of a weight to ``out``, which begins with element ``origin``.
 
     ``codes`` begins with element ``first``. ``scales`` has a float32 scale for each block. With double quantization it
-    has uint8 codes, which are indices into ``scale_values`` [256], and ``outer`` has the scales of these codes and then
+    has uint8 codes, which are indices into ``scale_values`` [256]. ``outer`` has the scales of these codes, and then
     their mean. ``values``: the float32 values [16] of the codes. If ``width`` is not zero, the weight [height, width]
     is written transposed.
     """
@@ -68,7 +68,7 @@ def decode_matrix_(
 ) -> None:
     """Write the elements of a matrix whose codes begin with byte ``first_byte`` to ``out``, which begins with element
     ``origin``. ``scales``: float32 scales of the blocks of ``matrix``. ``values``: float32 values of the codes.
-    ``factor``: all products are multiplied by it."""
+    ``factor`` multiplies all products."""
     rows, columns = matrix.rows, matrix.columns
     _launch(
         _matrix_kernel,

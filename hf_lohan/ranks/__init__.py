@@ -1,9 +1,9 @@
 """Lets several ranks train one model together, with lanes, collectives and the handling of failed ranks.
 
-One process is one rank. Ranks talk in lanes (`RankLane`), which are groups of gloo that `Links` opens. One thread of
-each rank uses a lane, so its collectives have one order. Ranks of one node share memory (`SharedRegion`). Every wait
-asks `Watch`, so that errors name the rank that has died, failed or hangs. For slow links between nodes this package has
-codecs (`BlockCodec`, and `StepDelta` without loss).
+One process is one rank. Ranks communicate in lanes (`RankLane`), which are groups of gloo that `Links` opens. One
+thread of each rank uses a lane, so its collectives have one order. Ranks of one node share memory (`SharedRegion`).
+Every wait asks `Watch`, so that errors name the rank that has died, failed or hangs. For slow links between nodes this
+package has codecs (`BlockCodec`, and `StepDelta` without loss).
 """
 
 from hf_lohan.ranks.collectives.block_codec import (

@@ -58,7 +58,7 @@ def record_folder(output_dir: Path, ranks: Ranks) -> Path:
 _MUCH_SWAPPED_BYTES = 256 << 20
 """A run warns if more bytes are swapped out during a step. The kernel may swap out a little of idle programs."""
 _CLEARLY_FITS = 0.7
-"""If a run needs less than this fraction of the device's memory, it prints that it need not be offloaded. The planner
+"""If a run needs less than this fraction of the device's memory, it prints that offloading is not needed. The planner
 counts 16 bytes for each weight. The stock Trainer needs up to 22, with a copy for autocast and the temporaries of an
 optimizer that is not fused. So the limit is below 16/22. `offload="auto"` counts the copy and temporaries too."""
 
@@ -160,7 +160,7 @@ class RunRecord:
             return ""
         return (
             f"; without offloading it would need {format_bytes(fit.needed_bytes)} of the device's "
-            f"{format_bytes(fit.memory_bytes)}, so it need not be offloaded"
+            f"{format_bytes(fit.memory_bytes)}, so offloading is not needed"
         )
 
     def end_step(self, step: int) -> None:

@@ -40,7 +40,7 @@ class _Counts:
 
 
 class StepLines:
-    """Appends a line after each step. A later line for the same step replaces the earlier one.
+    """Appends a line after each step. A later line for the same step replaces the earlier line.
 
     A step lasts from the end of the previous step to its own end, so it includes logging, saving and evaluating
     (`between_s`). Updates that run during the next forward count for the next step. `after` in the last line has the

@@ -117,7 +117,7 @@ class Findings:
 
     @property
     def floor(self) -> tuple[str, float] | None:
-        """(name, seconds) of the resource that needs the longest time for a step. The name is that of the planner."""
+        """(name, seconds) of the resource that needs the longest time for a step. The name is the planner's."""
         floors: Mapping[str, float] = self.summary.get("floor_by_resource_s") or {}
         return max(floors.items(), key=lambda item: item[1]) if floors else None
 

@@ -30,7 +30,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
         page = render(Findings(data))
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
-        raise ValueError(f"{files} is damaged ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{files} is damaged ({type(error).__name__}: {error}); remove the damaged file") from error
     # A file at the default path is replaced, so that a link cannot redirect the page to another file.
     written = path if output is not None else path.with_name(f"{path.name}.new")
     if output is None:

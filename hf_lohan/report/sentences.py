@@ -156,7 +156,7 @@ def on_bytes(findings: Findings) -> str:
             text += f", or {count(sum(endurance) / written * tokens)} tokens" if tokens and written else ""
         text += "."
     if sent := findings.sent_bytes:
-        text += f" It sent {format_bytes(sum(sent.values()))} to other ranks, {_coded(findings)}."
+        text += f" A step sent {format_bytes(sum(sent.values()))} to other ranks, {_coded(findings)}."
     rows = findings.summary.get("expert_rows")
     if rows and sum(rows["owned"]):  # a run that was killed early counted none
         mean = sum(rows["owned"]) / len(rows["owned"])
@@ -172,7 +172,7 @@ def on_bytes(findings: Findings) -> str:
 
 
 def _coded(findings: Findings) -> str:
-    """Write how much smaller encoded data was, and its error."""
+    """Write the size of encoded data relative to the data, and its error."""
     words = [
         f"{name.replace('_within', ' within the node')} "
         f"in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
@@ -197,7 +197,7 @@ def on_loss(findings: Findings) -> str:
 
 
 def on_picture(picture: StepPicture) -> str:
-    text = f"Step {picture.step:,}, a typical one, took {seconds(picture.step_s)}. Gaps in a row are idle time."
+    text = f"Step {picture.step:,}, a typical step, took {seconds(picture.step_s)}. Gaps in a row are idle time."
     if picture.ssd_hidden_share is not None:
         text += f" The device computed during {percent(picture.ssd_hidden_share)} of the SSDs' busy time."
     return text

@@ -81,7 +81,7 @@ class Commit:
 
     def check_model_files(self, directory: str) -> str:
         """Return the folder of the model files in the store's first ``directory``. Raises `StorageError` if a file
-        differs from the committed one."""
+        differs from the committed file."""
         folder = os.path.join(directory, self.model_folder)
         for name, digest in self.model_files.items():
             file = os.path.join(folder, name)
@@ -217,7 +217,7 @@ class ImmediateAgreement:
 
 class CommitSequence:
     """Writes the commit file, log and model files of the store in ``directory``. The caller holds the store's lock.
-    Each commit is complete on disk before the next one may change a byte."""
+    Each commit is complete on disk before the next commit may change a byte."""
 
     def __init__(self, store_id: str, layout_id: str, directory: str, last: Commit | None) -> None:
         self._directory = directory
@@ -238,7 +238,7 @@ class CommitSequence:
 
     def set_agreement(self, agreement: Agreement) -> None:
         """Commit together with other ranks from now on. The previous commit then stays until all ranks have the new
-        one."""
+        commit."""
         self._agreement, self._is_agreed = agreement, not agreement.keeps_previous
         self._group_id = None
 
@@ -265,7 +265,7 @@ class CommitSequence:
         return previous_commit(self._directory, self.last)
 
     def view_commit(self, commit: Commit) -> None:
-        """Treat ``commit`` as the last one without changing the disk. Nothing may be written afterwards."""
+        """Treat ``commit`` as the last commit without changing the disk. Nothing may be written afterwards."""
         self.last, self._is_read_only = commit, True
 
     def restore_commit(self, commit: Commit | None) -> None:

@@ -26,7 +26,7 @@ class HomeFiles:
     def create(
         cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine, *, is_scratch: bool = False
     ) -> HomeFiles:
-        """Create files of zeros, and replace existing ones. ``is_scratch``: `close` deletes the files.
+        """Create files of zeros, and replace existing files. ``is_scratch``: `close` deletes the files.
 
         Raises `CapacityError` or `StorageError`, and then leaves no file.
         """

@@ -30,7 +30,7 @@ DTYPE_BYTES = {
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
-"""Kinds with several parameters for each element, and the number of these. Their granules are smaller by this factor,
+"""Maps kinds with several parameters for each element to this number. Their granules are smaller by this factor,
 so that equal granule numbers belong to the same parameters."""
 
 
@@ -53,7 +53,7 @@ class RecordSpec:
     granule_numel: int = 0
     """Elements in a granule. By default these belong to `GRANULE_NUMEL` parameters."""
     first: int = field(default=0, repr=False)
-    """First element of the block's flat tensor in this record. With several ranks it can be other than 0."""
+    """First element of the block's flat tensor in this record. It is 0 with a single rank."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -213,7 +213,7 @@ class StoreLayout:
         """Split ``row_bytes`` into whole sectors per path. The remaining sectors go to the paths with the largest
         remainders."""
         capacities = [path.capacity_bytes or 0 for path in self.paths]
-        if not any(capacities):  # `check_sizes` refuses this later, with numbers
+        if not any(capacities):  # `check_sizes` raises an error with numbers
             capacities = [1] * len(capacities)
         num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
         shares = [num_sectors * capacity // total for capacity in capacities]

@@ -145,14 +145,14 @@ class Manifest:
             if is_alike and model.quantize != self.model.quantize:
                 raise ForeignStoreError(
                     f"{directory} holds a store with quantize: {self.model.quantize}, this run has {model.quantize}; "
-                    "set it as in the store (or leave it out if the checkpoint has that form) to continue from there, "
+                    "set quantize as in the store (or leave it out if the checkpoint has that form) to continue, "
                     "choose another directory, or delete the store if its state is no longer needed"
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(
                     f"{directory} holds a store with {states_setting(theirs)}, and this run has "
-                    f"{states_setting(ours)}; set it as in the store to continue from there, choose another directory, "
-                    "or delete the store if its state is no longer needed"
+                    f"{states_setting(ours)}; use the setting of the store to continue from it, choose another "
+                    "directory, or delete the store if its state is no longer needed"
                 )
             stored_class, continued = self.model.model_class, ""
             if stored_class != model.model_class and hasattr(sys.modules.get("transformers"), stored_class):

@@ -86,7 +86,7 @@ class RecordFiles:
         is_scratch: bool = False,
         hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """Create files of one home, and replace existing ones. Raises the errors of `HomeFiles.create`."""
+        """Create files of one home, and replace existing files. Raises the errors of `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
@@ -95,7 +95,7 @@ class RecordFiles:
         self._hasher = hasher
 
     def reads_to_device(self, block: str, kind: str) -> bool:
-        """Return whether a record can be read to device memory. A record with a copy in RAM cannot."""
+        """Return whether a record can be read to device memory, which needs a hasher and no copy in RAM."""
         return self._hasher is not None and (block, kind) not in self.ram.copies
 
     @property
@@ -119,8 +119,8 @@ class RecordFiles:
         """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on. Drafts are read in
         preference to committed elements. Urgent reads overtake other reads.
 
-        Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from those that
-        were written. Nothing may use device memory when a read to it starts.
+        Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from the written
+        bytes. Nothing may use device memory when a read to it starts.
         """
         return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 

@@ -146,7 +146,7 @@ class Store(RecordFiles):
         writes all records anew.
         """
         validate_directories(paths, is_read_only=is_read_only)
-        assemble(paths)  # comes first, because the lock creates a file
+        assemble(paths)  # first, because the lock creates a file
         with ExitStack() as held:
             _lock([path.path for path in paths], held, is_read_only=is_read_only)
             manifest, ordered = assemble(paths)
@@ -236,13 +236,13 @@ class Store(RecordFiles):
 
     @property
     def kept_commits(self) -> list[Commit]:
-        """The commits to which the store can return. These are the last one, and the one before it if it was kept for
-        other ranks."""
+        """The commits to which the store can return. These are the last commit, and the commit before it if it was kept
+        for other ranks."""
         return [commit for commit in (self._commits.last, self._commits.previous) if commit is not None]
 
     def agree_on_commits(self, agreement: Agreement) -> None:
         """Commit together with other ranks from now on. A commit to which a rank may return is not overwritten before
-        all ranks have the next one. A store with one home cannot return to a commit, so it waits for nobody."""
+        all ranks have the next commit. A store with one home cannot return to a commit, so it waits for nobody."""
         if self.num_homes > 1:
             self._commits.set_agreement(agreement)
 
@@ -252,7 +252,7 @@ class Store(RecordFiles):
         self._commits.count_from(number, group_id)
 
     def restore_commit(self, commit: Commit | None) -> None:
-        """Return to ``commit``, one of `kept_commits`, and forget later ones. With None the store has no commit
+        """Return to ``commit``, one of `kept_commits`, and forget later commits. With None the store has no commit
         afterwards. Call this before records have copies in RAM."""
         assert not self.ram.copies, "copies in RAM belong to the last commit"
         self.wait_until_idle()

@@ -47,13 +47,13 @@ DATA_NAMES = (*HOME_NAMES, *map(scratch_file_name, SCRATCH_NAMES))
 def last_commit(paths: Sequence[str]) -> Commit | None:
     """Return the last commit of the store in ``paths``; None if no store or no commit exists. This takes no lock and
     changes nothing, so a run may continue meanwhile. Raises `StorageError` or `ForeignStoreError` if the files are
-    damaged, belong to several stores, or are only a part of one."""
+    damaged, belong to several stores, or are only a part of a store."""
     committed = _committed(paths)
     return None if committed is None else committed[0]
 
 
 def kept_commits(paths: Sequence[str]) -> list[Commit]:
-    """Return the last commit, and the one before it if it was kept for other ranks. Raises the errors of
+    """Return the last commit, and the commit before it if it was kept for other ranks. Raises the errors of
     `last_commit`."""
     committed = _committed(paths)
     if committed is None:
@@ -132,8 +132,8 @@ def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> N
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:
-    """Do as `check_sizes`, and also raise `CapacityError` if a file system lacks space for the files. The space of the
-    files ``names`` counts as free."""
+    """Same as `check_sizes`, but also raise `CapacityError` if a file system lacks space for the files. The space of
+    the files ``names`` counts as free."""
     check_sizes(paths, layouts)
     check_free_space(paths, _sum_over_files(layouts), names)
 

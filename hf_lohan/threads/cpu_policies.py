@@ -65,8 +65,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return all freed memory once. Call this after work that differs from the next work, such as loading.
-    Its freed memory lies between memory that is in use, and later allocations do not fit there."""
+    """Have glibc return all freed memory once. Call this after work such as loading. The memory that it frees lies
+    between memory in use, where allocations of the next work do not fit."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -79,7 +79,7 @@ _starting = threading.Lock()
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
     """Restore the number of kernel threads for later threads after the context, because a thread that sets its own
-    number also sets the number of later threads. The lock keeps concurrent callers from saving each other's temporary
+    number also sets the number of later threads. Without the lock, concurrent callers could save each other's temporary
     number, which would change the order of sums. The calling thread may have another number."""
     with _starting:
         num_threads = _in_new_thread(torch.get_num_threads)

@@ -63,7 +63,7 @@ def _run(tasks: _Tasks, begin: _Task) -> None:
         if task is None:
             return
         task()
-        del task  # frees the task's memory before the next one comes
+        del task  # frees the task's memory before the next task
 
 
 class KernelThreads:

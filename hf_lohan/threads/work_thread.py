@@ -22,7 +22,7 @@ class WorkThread:
     failure."""
 
     def __init__(self, name: str, failure: FirstFailure, *, beside_kernels: bool = False) -> None:
-        """`failure` may be shared with other threads, and any failure stops this one. `beside_kernels`: see
+        """`failure` may be shared with other threads, and any failure stops this thread. `beside_kernels`: see
         `start_thread`."""
         self._failure = failure
         self._idle: Callable[[], bool] = lambda: False
@@ -38,7 +38,7 @@ class WorkThread:
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
     def submit(self, command: Command) -> None:
-        """Run `command` after all earlier ones."""
+        """Run `command` after all earlier commands."""
         self._commands.put(command)
 
     def barrier(self) -> None:
@@ -52,7 +52,7 @@ class WorkThread:
             raise raised_anew(self._failure.error)
 
     def call(self, command: Callable[[], _Result]) -> _Result:
-        """Run `command` after all earlier ones, and return its result. Raises the failure, if any."""
+        """Run `command` after all earlier commands, and return its result. Raises the failure, if any."""
         results: list[_Result] = []
         self.submit(lambda: results.append(command()))
         self.barrier()
@@ -81,7 +81,7 @@ class WorkThread:
                 command.set()
             elif self._failure.error is None:
                 self._try(command)
-            del command  # frees the command's memory before the next one comes
+            del command  # frees the command's memory before the next command
 
     def _next(self) -> Command | threading.Event | None:
         while self._commands.empty() and self._failure.error is None:

@@ -89,8 +89,8 @@ class GradientArrivals:
 
     def exclude(self, blocks: Collection[Block]) -> None:
         """Note that the backward, if it is the step's last, reaches none of these blocks. Ranks publish gradients in
-        the order of their backwards, so that no gradient waits in a buffer for one that another rank publishes much
-        later. Gradients of earlier backwards to which this one adds nothing are published in this order too."""
+        the order of their backwards, so that no gradient waits in a buffer until another rank publishes its gradient
+        much later. Gradients of earlier backwards, to which this backward adds nothing, have this order too."""
         if blocks and self._context.is_final:
             self._held_back.extend(sorted(self._pipeline.exclude(blocks), key=self._order.__getitem__))
 
@@ -112,7 +112,7 @@ class GradientArrivals:
 
     def send_gradient(self, param_slice: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
         """Move a slice's gradient to the host. `gradient` belongs to the whole parameter, or only to the slice. It is
-        sparse if only rows of the table are on the device. ``has_more``: the backward in progress will add to it."""
+        sparse if only rows of the table are on the device. ``has_more``: this backward will add to the gradient."""
         rows = RowGradient(gradient) if gradient.is_sparse else None
         if rows is not None and self._pieces[param_slice][0].chunk.block.size_class is not SizeClass.ROWS:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")

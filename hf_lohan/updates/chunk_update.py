@@ -65,7 +65,7 @@ class ChunkUpdater:
         return self._setup.states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
     def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """Return the same number of buffers from the pool of gradients. Return None if they are not free now."""
+        """Return these buffers from the pool of gradients. Return None if they are not free now."""
         num_buffers = chunk.block.master.num_state_buffers_per_chunk
         return self._setup.gradients.try_acquire(num_buffers, leave=self._setup.num_arrival_buffers)
 
@@ -114,8 +114,8 @@ class ChunkUpdater:
         return update
 
     def finish_update(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
-        """Wait for the reads, update, hand over the new parameters, and issue the writes. Each buffer is released after
-        its contents are written and copied."""
+        """Wait for the reads, run the update, hand over the new parameters, and issue the writes. Each buffer is
+        released after its contents are written and copied."""
         gradient, block = update.gradient, update.gradient.chunk.block.name
         form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
@@ -242,7 +242,7 @@ def update_in_parts(
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
     parts = list(ranges(numel, part_numel))
     if form.rule.needs_whole:  # its kernels are large enough for all threads
-        assert gradient is not None, "a parameter that is updated whole has no part without a gradient"
+        assert gradient is not None, "a chunk that is updated whole has a gradient"
         threads.map(verify, parts)
         use_all_cores()
         update_records_(

@@ -35,9 +35,9 @@ Apply = Callable[[ChunkGradient], object]
 
 
 class GradientReduction:
-    """Averages gradients over all ranks. Chunks come in any order. A gradient goes unchanged to the owner of its chunk,
-    and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the sums of
-    the same backwards in one process to the bit if the number of ranks is a power of two."""
+    """Averages gradients over all ranks. Chunks may arrive in any order. A gradient goes unchanged to the owner of its
+    chunk, and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the
+    sums of the same backwards in one process to the bit if the number of ranks is a power of two."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class GradientReduction:
         return self.is_shared(chunk) and not self._exchange.has_told(self._key_of[chunk])
 
     def exclude(self, chunks: Collection[Chunk]) -> None:
-        """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
-        the end of the backward, and their gradients fill their buffers until then. Called on the worker's thread."""
+        """Tell other ranks that this rank will have no gradient of these chunks in the step. Without this call,
+        gradients of other ranks would fill buffers until the end of the backward. Called on the worker's thread."""
         self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -187,7 +187,7 @@ class GradientReduction:
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
         gradient.summed = set(gradient.slices)
         gradient.is_measured = False
-        use_all_cores()  # torch would measure it on all cores
+        use_all_cores()  # torch would measure the gradient on all cores
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:
@@ -197,7 +197,7 @@ class GradientReduction:
         if (free := self._buffers.try_acquire()) is not None:
             return free[0]
         logger.info(
-            "this rank updates %s and has no gradient of it, but other ranks have one, and all buffers are in use; the "
+            "this rank updates %s, of which only other ranks have a gradient, and all buffers are in use; this "
             "gradient takes %s of RAM that cpu_memory does not count",
             chunk,
             format_bytes(self._buffers.buffer_bytes),
@@ -219,7 +219,7 @@ class GradientReduction:
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
-        """Forget the gradients whose averages will not come."""
+        """Forget the gradients whose averages will not arrive."""
         while self._waiting:
             _, (gradient, _, on_unwanted) = self._waiting.popitem()
             assert gradient.buffer is not None
@@ -231,7 +231,7 @@ class GradientReduction:
         self._exchange.begin_next()
 
     def fail(self, error: BaseException) -> None:
-        """Tell other ranks that this one cannot continue. Any thread may call this."""
+        """Tell other ranks that this rank cannot continue. Any thread may call this."""
         self._links.fail(error)
 
     def close(self) -> None:

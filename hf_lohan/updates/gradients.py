@@ -171,7 +171,7 @@ class ChunkGradient:
 
     @property
     def published_values(self) -> Tensor:
-        """The values that other ranks get: `values`, or those in device memory."""
+        """The values that other ranks get: `values`, or the values in device memory."""
         return self.values if self.on_device is None else self.on_device.view(self.dtype, self.chunk.numel)
 
     def leave_device(self) -> bool:
@@ -190,7 +190,7 @@ class ChunkGradient:
         if self.is_zero:
             return
         for piece in self.chunk.pieces:
-            has_gradient = piece.param_slice in self.slices  # without one this part of the buffer has no values
+            has_gradient = piece.param_slice in self.slices  # without a gradient this part of the buffer has no values
             if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
                 raise NonFiniteGradientError(
                     f"the gradient of {piece.param_slice.name} is not finite, and other blocks have already been "
@@ -211,7 +211,7 @@ class GradientNorms:
 
     def __init__(self, slices: Iterable[ParamSlice]) -> None:
         """``slices``: all slices in the model's order. With several ranks, each rank measures its part of the sums over
-        all ranks. All ranks exchange their `measured` norms, so all have the same."""
+        all ranks. All ranks exchange their `measured` norms, so all ranks have the same norms."""
         self._order = list(slices)
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
@@ -281,7 +281,7 @@ class GradientNorms:
         return np.array(norms, _PIECE).tobytes()
 
     def replace_with(self, measured: Iterable[bytes]) -> None:
-        """Use the norms that all ranks, including this one, have ``measured``."""
+        """Use the norms that all ranks, including this rank, have ``measured``."""
         pieces = np.concatenate([np.frombuffer(norms, _PIECE) for norms in measured])
         pieces.sort(order=("slice", "chunk"))
         self._on_host = {}
@@ -331,7 +331,7 @@ class HeldGradients:
         be gone."""
 
     def add_arrived(self, arrived: ArrivedChunk, *, may_stay_coded: bool = False) -> ChunkGradient:
-        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more. With
+        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is no longer held. With
         ``may_stay_coded``, the gradient of a single backward is returned as it arrived."""
         slices = {piece.param_slice for piece in arrived.pieces}
         key = self._key(arrived.chunk)
@@ -405,7 +405,7 @@ class HeldGradients:
             self._unmeasured.add(key)
         block = gradient.chunk.block
         if self._setup.keeps_gradient_dtypes and gradient.dtype != block.master.working_dtype:
-            # Memory was planned for one backward per step, so RAM has no place for a sum.
+            # Memory was planned for one backward per step, so RAM has no room for a sum.
             self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
         elif self._setup.spilled_blocks and self._setup.shared_ram is not None and self._setup.shared_ram.num_bytes:
             self._hold_where_there_is_room(key, is_final=is_final)
@@ -448,8 +448,8 @@ class HeldGradients:
 
     def _last_in_buffers(self) -> _Key | None:
         """Return the key of the gradient that is needed last, among those in buffers that may be spilled. The buffers
-        have room for all gradients that must not be spilled. So if they are full when one of these arrives, another can
-        be spilled."""
+        have room for all gradients that must not be spilled. So if they are full when such a gradient arrives, another
+        gradient can be spilled."""
         while self._may_be_spilled:
             position, index = self._may_be_spilled[0]
             if (-position, -index) in self._in_buffers:
@@ -484,7 +484,7 @@ class HeldGradients:
         if self._spill_of_sums is None:
             assert self._setup.open_spill_of_sums is not None
             logger.warning(
-                "gradients of %s are summed over several backwards, but memory was taken for one backward per step, "
+                "gradients of %s are summed over several backwards, but memory is allocated for one backward per step, "
                 "so sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
                 dtype,
             )

@@ -103,7 +103,7 @@ class Delivery:
         self.copying.clear()
 
     def end_delivery(self, error: BaseException | None) -> None:
-        """End the delivery, because no more chunks will come. Called by the updates."""
+        """End the delivery, because no more chunks will be delivered. Called by the updates."""
         with self._lock:
             self._has_ended, self._error = True, error
             on_delivered = self._on_delivered
@@ -113,7 +113,7 @@ class Delivery:
 
 class Handover:
     """Knows which chunks are still to be updated, and which new parameters are in RAM until they are written. A reader
-    of a block first gets its new parameters from here, and then reads only the rest from the store."""
+    of a block first gets the new parameters from this object, and reads only the rest from the store."""
 
     def __init__(self, device: Device, device_of_experts: Device | None = None) -> None:
         """``device``: copies new parameters to readers. ``device_of_experts``: copies parameters of experts that belong
@@ -268,8 +268,8 @@ class Handover:
 
 
 class BorrowedSlot:
-    """A block's weights for the optimizer, from the slot that backward uses. The slot is not overwritten until it is
-    given back or taken back, or until the copy from it has arrived."""
+    """A block's weights for the optimizer, from the slot that backward uses. The slot is overwritten only after it is
+    given back or taken back, or after the copy from it has arrived."""
 
     def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
         """``weights``: the block's tensor [numel], on the device."""

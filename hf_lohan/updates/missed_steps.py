@@ -65,8 +65,8 @@ class MissedSteps:
         self._most = most
         self._from_share = from_share
         self._left_out_share: float | None = None
-        """Moving average of the fraction of lazy chunks without a gradient. The newest step has weight 1/2, the one
-        before 1/4, and so on."""
+        """Moving average of the fraction of lazy chunks without a gradient. The newest step has weight 1/2, the step
+        before it 1/4, and so on."""
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""
@@ -276,7 +276,7 @@ def _from_numbers(numbers: Sequence[float]) -> AdamWGroup:
 def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings | None]) -> list[Segment]:
     """Return runs of neighbouring parameters with equal settings. Parameters without settings are left out. A run
     ends after a parameter whose size is not a multiple of the kernel's vector length. torch updates the leftover
-    elements one by one, and that rounds differently. If updates round weights, each parameter is a run."""
+    elements one by one, and rounds them differently. If updates round weights, each parameter is a run."""
     rounds_weights = chunk.block.master.rounds_weights
     segments: list[Segment] = []
     joins = False

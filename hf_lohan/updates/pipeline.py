@@ -107,7 +107,7 @@ class GradientPipeline:
     def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
         """Note that the step's last backward, which begins now, reaches none of these blocks. Returns their chunks that
         have gradients of earlier backwards. The caller must call `publish_held` for these chunks, in the order in which
-        their gradients came."""
+        their gradients arrived."""
         shared = [] if self._exchange is None else self._exchange.shared_chunks
         chunks = [chunk for chunk in shared if chunk.block in blocks]
         without = [chunk for chunk in chunks if chunk not in self._announced]
@@ -118,7 +118,7 @@ class GradientPipeline:
 
     def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
         """Return the chunks for which `publish_held` must be called after the step's last backward. ``arrived``: the
-        chunks whose gradients came in this backward."""
+        chunks whose gradients arrived in this backward."""
         exchange = self._exchange
         return [] if exchange is None else [chunk for chunk in self._announced - arrived if exchange.is_shared(chunk)]
 
@@ -195,7 +195,7 @@ class GradientPipeline:
         applied = self._thread.call(lambda: self._worker.decide_step(clip_coefficient, group_of, of_zeros))
         self._guesses.forget_guesses()
         self._thread.submit(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
-        # This comes last, so that `abandon_step` can still abandon the step if an interrupt ends this method earlier.
+        # This is last, so that `abandon_step` can still abandon the step if an interrupt ends this method earlier.
         self._begin_next()
         if self._waits_for_updates:
             self.wait_for_updates()
@@ -214,7 +214,7 @@ class GradientPipeline:
         self._drop_gradients()
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget_guesses()
-        # This comes last. If an interrupt ends this method earlier, it is called again, and must still see the step's
+        # This is last. If an interrupt ends this method earlier, it is called again, and must still see the step's
         # chunks.
         self._begin_next()
         return self._worker.abandoned
@@ -269,7 +269,7 @@ class GradientPipeline:
         self._thread.submit(action)
 
     def run_between_updates(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread after the updates of all submitted chunks and before those of later
+        """Run `action` on the worker's thread after the updates of all submitted chunks and before the updates of later
         chunks. This does not wait, and the writes of those updates may still run."""
         self._thread.submit(action)
 
@@ -285,7 +285,7 @@ class GradientPipeline:
         self._guesses.are_wanted = is_wanted
 
     def undo_guesses(self) -> set[Block]:
-        """Undo the updates that the step in progress made on a guess, because a reader needs the weights before them.
+        """Undo the updates that the step in progress made on a guess, because a reader needs the weights without them.
         Returns the blocks whose records change back."""
         return self._guesses.undo_guesses(self._worker.undo_guesses)
 

@@ -31,11 +31,11 @@ class UpdateSetup:
     holds_gradients: bool
     """Whether gradients wait until the norm is known or guessed."""
     store: Store
-    """A store with two versions of each record keeps its last commit until the next, so later writes can be undone."""
+    """With two versions of each record it keeps its last commit until the next commit, so writes can be undone."""
     states: BufferPool
     """Buffers in which chunks are updated."""
     gradients: BufferPool
-    """Buffers in which gradients arrive and are held. Updates after backward may borrow free ones."""
+    """Buffers in which gradients arrive and are held. Updates after backward may borrow free buffers."""
     num_arrival_buffers: int
     """Number of buffers of `gradients` that are never borrowed."""
     recall: BufferPool

@@ -134,7 +134,7 @@ class StepTransaction:
         return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
 
     def clip_by(self, way: ClipWay) -> None:
-        """Clip in this way from the next step on, or from this one if none of its gradients has arrived."""
+        """Clip in this way from the next step on, or from this step if none of its gradients has arrived."""
         self._clip_history.clip_by(way)
         if not self._pipeline.has_gradients:
             self._pipeline.set_speculation(self._clip_history.speculates)
@@ -166,13 +166,13 @@ class StepTransaction:
             )
         if self._has_taken_gradients:
             raise RuntimeError(
-                "backward() was called after step() without zero_grad(): torch would add these gradients to those of "
-                "the last step, which are gone; call optimizer.zero_grad() after each step()"
+                "backward() was called after step() without zero_grad(): torch would add these gradients to the last "
+                "step's gradients, which are gone; call optimizer.zero_grad() after each step()"
             )
 
     def undo_guesses(self) -> None:
-        """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
-        any more."""
+        """Undo guesses, because the step needs its old weights again. Later steps probably need theirs too, so no step
+        guesses any more."""
         if undone := self._pipeline.undo_guesses():
             self._clip_history.never_speculate()
             self._slots.forget(undone)
@@ -222,8 +222,8 @@ class StepTransaction:
         refuses these backwards unless a tensor outside the model requires a gradient."""
         if self._has_taken_gradients:
             raise RuntimeError(
-                "step() was called a second time with the same gradients, which the first call has used; call it once "
-                "for each backward(), or call zero_grad() before it if nothing is to be applied"
+                "step() was called a second time with the same gradients, which the first call has used; call step() "
+                "once for each backward(), or zero_grad() before step() if nothing is to be applied"
             )
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
@@ -232,9 +232,9 @@ class StepTransaction:
         if self._pipeline.trains_nothing:
             self._abandon()
             raise RuntimeError(
-                "no trained weight got a gradient in this step, so the loss does not depend on any (torch calls this "
-                "'element 0 of tensors does not require grad'); unmerge or enable the adapters, and compute the loss "
-                "from outputs of the model that are not detached"
+                "no trained weight got a gradient in this step, so the loss depends on no trained weight (torch calls "
+                "this 'element 0 of tensors does not require grad'); unmerge or enable the adapters, and compute the "
+                "loss from outputs of the model that are not detached"
             )
         with self._slots.changing():
             if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
@@ -260,14 +260,14 @@ class StepTransaction:
         if missing:
             raise ValueError(
                 f"{missing[0]} ({len(missing)} of {len(self._zeroed)} parameters) has no gradient in this step, and "
-                "after zero_grad(set_to_none=False) torch would still move it, by a gradient of zeros, which offload "
-                "does not keep; call zero_grad(), whose default sets gradients to None"
+                "after zero_grad(set_to_none=False) torch would still update it with a gradient of zeros, which "
+                "offload does not keep; call zero_grad(), which sets gradients to None"
             )
 
     def recover(self) -> None:
         """Abandon the rest of the step if an exception ended a method."""
         if self._is_ending:
-            # The pipeline takes a step whole or not at all. It may have taken this one.
+            # The pipeline takes a step whole or not at all. It may have taken this step.
             self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True
@@ -501,5 +501,5 @@ def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def _index_in(index: Mapping[ParamSlice, int], part: ParamSlice) -> int:
     number = index.get(part)
     if number is None:
-        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
+        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer; add it to a group")
     return number

@@ -1,6 +1,6 @@
 """Loads weights to the device one block at a time, and releases them.
 
-The way of one block: `schedule` decides when to load it. A `block_loader` asks the `source` to load it into a slot of
+The path of one block: `schedule` decides when to load it. A `block_loader` asks the `source` to load it into a slot of
 the `slot_ring` ahead of its use, and its parameters become views of the slot. `blocks_in_use` keeps it there while a
 forward or a backward needs it. This package has no hooks and no gradients. `engine` reports which blocks are needed,
 and `updates` reports which blocks have changed.

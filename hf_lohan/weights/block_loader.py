@@ -40,8 +40,8 @@ class WeightSource(Protocol):
 
 class BlockLoader:
     """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use. The
-    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always the next one. A block is
-    loaded ahead only into a slot whose present block is needed later than the new one, or not at all."""
+    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always next. A block is
+    loaded ahead only into a slot whose present block is needed later than the new block, or not at all."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class BlockLoader:
         """End a complete pass. The next pass of its kind follows its order."""
         with self._ring.lock:
             self._schedule.end_pass()
-            self._order_loads()  # a pass that this one interrupted may continue
+            self._order_loads()  # a pass that this pass interrupted may continue
         if self.beside is not None:
             self.beside.end_pass()
 

@@ -20,8 +20,8 @@ class SlotLoad(NamedTuple):
 
 
 class NextLoad(ABC):
-    """Chooses the next load. First come unforeseen blocks that compute is waiting for. Then comes the schedule's
-    next block, if some slot holds a block that is needed even later, or not at all. Callers hold the slots' lock."""
+    """Chooses the next load. Unforeseen blocks for which compute waits are first. The schedule's next block follows, if
+    some slot holds a block that is needed even later, or not at all. Callers hold the slots' lock."""
 
     def __init__(self) -> None:
         self.urgent: list[Block] = []
@@ -79,7 +79,7 @@ class NextLayer(NextLoad):
 
     def _find_slot(self, block: Block, place: int) -> Slot | None:
         """Return the slot whose block is needed last; None if all blocks are needed before ``place``. If several of
-        the blocks are no longer needed in this pass, choose the one used longest ago. A backward ends with the first
+        the blocks are no longer needed in this pass, choose the block used longest ago. A backward ends with the first
         layers, which the next forward needs first, so recently used blocks are worth keeping."""
         slots = self._ring.slots[block.size_class]
         free = [slot for slot in slots if slot.is_claimable and slot.block not in self.urgent]

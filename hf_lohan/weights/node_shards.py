@@ -1,7 +1,7 @@
 """Sends a rank's shards to other nodes, and keeps shards of other nodes on this node.
 
-A shard is sent unchanged, or rounded by a codec. With a codec all ranks compute with the rounded weights, even those of
-the sending node, and only the store has the exact weights. Within a node a codec may round whole blocks on their way to
+A shard is sent unchanged, or rounded by a codec. With a codec all ranks compute with the rounded weights, even on the
+sending node, and only the store has the exact weights. Within a node a codec may round whole blocks in transit to
 devices. A shard that was coded for other nodes is not coded again. Packed weights are never rounded again. One rank of
 each node receives a shard and may keep it. A kept shard is not sent again until an update changes the block. After
 that, only the changes of the step may be sent.
@@ -130,7 +130,7 @@ class DeviceCopies:
 
         def fill() -> None:
             self._fill(block, weights, entry, coded, bring)
-            # A slot without all parts is never published, because this waits.
+            # A slot without all parts is never published, because this call waits.
             ready.append(self._device.record(Lane.H2D))
             ready[0].synchronize()
 
@@ -201,7 +201,7 @@ class NodeShards:
         coded: MeasuredCodec | None = None,
         within: MeasuredCodec | None = None,
     ) -> None:
-        """``coded``: the codec that rounds shards. ``within``: the codec of blocks on their way to devices; it has the
+        """``coded``: the codec that rounds shards. ``within``: the codec of blocks in transit to devices, with the
         format of ``coded``."""
         self._ranks = ranks
         self._coded = coded
@@ -295,7 +295,7 @@ class NodeShards:
             reads += self._kept.begin_read(block, rank, part_of(block, rank, entry), piece_numel)
         return reads
 
-    # Blocks on their way to devices.
+    # Blocks in transit to devices.
 
     def coded_bytes(self, block: Block) -> int:
         """Return the bytes of a whole block's payload for devices. Return 0 if the block's weights go to devices

@@ -42,8 +42,8 @@ class _PassOrder:
         return places[index] if index < len(places) else NEVER
 
     def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
-        """Return the places of all loads, in order. A load begins as soon as the block in some slot of its class is not
-        needed before the new block, but at most ``max_ahead`` uses ahead. If several slots are possible, it overwrites
+        """Return the places of all loads, in order. A load begins at most ``max_ahead`` uses ahead, as soon as the
+        block in a slot of its class is not needed before the new block. If several slots are possible, it overwrites
         the slot whose block is needed last (Belady's rule)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
@@ -99,7 +99,7 @@ class PassSchedule(ABC, Generic[PassT]):
         self.version += 1
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """Begin the pass. An evaluation may come between a training forward and its backward, if a loss uses the model
+        """Begin the pass. An evaluation may run between a training forward and its backward, if a loss uses the model
         as its own reference. The training pass continues afterwards."""
         running = self._pass
         if not is_training and running is not None and running.is_training and running.has_begun:

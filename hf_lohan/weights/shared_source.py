@@ -5,15 +5,15 @@ Each node therefore reads each shard only once, and the ranks of one node send e
 each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
-block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block, or waits
-for others, all begin to load each block that some rank wants. The rank with the fewest loads comes first. A rank keeps
-the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped at
-random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
+block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block or waits
+for others, all ranks begin to load each block that some rank wants. The rank with the fewest loads is first. A rank
+keeps the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped
+at random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
 rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
 *Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
-the earliest period are served, so a rank that has stepped waits for the others. A rank that changes a block which
-another rank still reads says so, and the reader gets `StaleError`.
+the earliest period are served, so a rank that has stepped waits for the others. If a rank changes a block that another
+rank still reads, it tells the others, and the reader gets `StaleError`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Head:
     is_closed: int
     keeps_weights: int
     serves: int
-    """Whether the rank takes part in loads without a want of its own."""
+    """Whether the rank takes part in loads although it wants no block."""
     change: int
     """The change of weights before the period."""
     stale: tuple[tuple[int, int], ...] = ()
@@ -148,7 +148,7 @@ class SharedWeights(Rounds):
         decoder: Decoder | None = None,
         transport: DeviceLane | None = None,
     ) -> None:
-        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
+        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`. It writes to host memory.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
         bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
@@ -183,7 +183,7 @@ class SharedWeights(Rounds):
         self._stale: dict[int, int] = {}
         """For each load's number, a rank that has no weights of the load's period any more."""
         self._own_stale: dict[int, int] = {}
-        """Entries of `_stale` that this rank tells others: its own, and entries of ranks that have sent it shards."""
+        """Entries of `_stale` that this rank sends: its own, and entries of ranks that have sent it shards."""
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """The arguments of `keep_weights`, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
@@ -221,8 +221,8 @@ class SharedWeights(Rounds):
         """Do nothing, because this rank's loads end while the thread waits for a slot."""
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep the weights of other nodes in ``kept``, from the first load on that begins after all ranks have called
-        this. With ``changes``, which counts the traffic, only the changes of each step are sent."""
+        """Keep the weights of other nodes in ``kept``, from the first load after all ranks have called this. With
+        ``changes``, which counts the traffic, only the changes of each step are sent."""
         self._parts.open_group_lane(self._links, kept.way)
         with self.lock:
             self._kept = kept, changes
@@ -326,14 +326,14 @@ class SharedWeights(Rounds):
 
     def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
         """Begin the loads that some rank wants. All ranks begin the same loads. Loads of later periods wait. Returns
-        the loads, each with whether an earlier load of the same block still waits for shards."""
+        pairs of a load and whether an earlier load of its block still waits for shards."""
         begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
         if any(
             of_rank.wanted == _NOTHING and not of_rank.serves for of_rank in taking_part if of_rank.period == period
         ):
-            return begun  # that rank will want the same, or wait
+            return begun  # that rank will want the same block, or wait
         turns = sorted(
             (of_rank.progress, rank)
             for rank, of_rank in enumerate(told)
@@ -401,7 +401,7 @@ class SharedWeights(Rounds):
         """Let updates deliver this rank's shard, and request the reads of the parts that they do not deliver."""
         load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
-            return  # `_wait_for_own_shard` notes it
+            return  # `_wait_for_own_shard` notes the change
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             load.delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
         for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
@@ -424,7 +424,7 @@ class SharedWeights(Rounds):
 
     def _fill(self, load: _SharedLoad, *, has_begun: bool) -> None:
         """Put this rank's shard into the memory of the node, and send it to other nodes. One thread does this for one
-        load after the other, while the drive reads for later ones, and shards of earlier ones are on their way."""
+        load after the other, while the drive reads for later loads, and shards of earlier loads are in transit."""
         try:
             if not has_begun or self._parts.takes_memory(is_kept=load.is_kept, keeps=load.keeps):
                 self._wait_for_earlier(load)
@@ -446,7 +446,7 @@ class SharedWeights(Rounds):
         except LaneClosedError:
             return
         except BaseException as error:
-            self._links.fail(error)  # the thread of the rounds then raises it
+            self._links.fail(error)  # the thread of the rounds then raises the error
             return
         self._arrivals.submit(partial(self._end_fill, load, end_exchange))
 
@@ -456,7 +456,7 @@ class SharedWeights(Rounds):
             while self._num_filled < load.number:
                 self._lane.raise_if_closed()
                 self._links.raise_if_failed(f"waited for {load.block.name}")
-                self.changed.wait()  # a failure and the end of the lane notify it
+                self.changed.wait()  # a failure, or the end of the lane, ends this wait
 
     def _end_fill(self, load: _SharedLoad, end_exchange: Callable[[], tuple[list[int], list[int]]] | None) -> None:
         """Put the shards of this rank's counterparts into the memory of the node. One thread does this for one load

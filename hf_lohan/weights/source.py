@@ -27,7 +27,7 @@ class RowLoads(ABC):
     it."""
 
     num_bytes: int
-    """Bytes of rows that came to the device."""
+    """Bytes of rows that were copied to the device."""
 
     @abstractmethod
     def embed(self, block: Block, leaf: Tensor | None, ids: Tensor, padding_idx: int | None) -> Tensor:
@@ -55,7 +55,7 @@ class _Load:
     """Whether nothing used the slot any more when the load began, so that a drive may fill it."""
     num_reading: int = 0
     is_whole: bool = False
-    """Whether all reads are ordered."""
+    """Whether all reads are requested."""
     error: BaseException | None = None
 
     def end_if_done(self) -> None:
@@ -83,8 +83,8 @@ class Decoder:
     def __init__(
         self, device: Device, blocks: Sequence[Block], codes_bytes: int, *, between_devices: bool = False
     ) -> None:
-        """``blocks``: the blocks with packed weights. ``codes_bytes``: largest number of bytes of codes that come at a
-        time. ``between_devices``: whether packed weights also come from other devices."""
+        """``blocks``: the blocks with packed weights. ``codes_bytes``: largest number of bytes of codes that are passed
+        at a time. ``between_devices``: whether other devices also send packed weights."""
         self._device = device
         self._scales = device.empty(max(block.scales_bytes for block in blocks))
         self._codes_bytes = codes_bytes
@@ -92,7 +92,7 @@ class Decoder:
         self._codes = None if is_direct else device.empty(codes_bytes)
 
     def take_scales(self, start: int, scales: Tensor) -> None:
-        """Enqueue a copy of a block's scales from byte ``start`` on. Its codes come next."""
+        """Enqueue a copy of a block's scales from byte ``start`` on. Its codes follow."""
         self._device.copy(Lane.H2D, self._scales[start : start + scales.numel()], scales)
 
     def load(
@@ -230,7 +230,7 @@ class LocalWeights:
             raise
 
     def _parts_of(self, block: Block, delivery: Delivery) -> Iterator[tuple[str, int, int]]:
-        """Yield (kind, start, stop) of each part to read. Scales come before their codes."""
+        """Yield (kind, start, stop) of each part to read. Scales precede their codes."""
         for start, stop in delivery.ranges_to_read():
             for first, last in self._cut(block, start, min(stop, block.stored_numel)):
                 yield PARAM, first, last

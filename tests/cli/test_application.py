@@ -118,7 +118,10 @@ def test_a_question_is_repeated_until_it_is_answered(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["config", "--ask", "--model", "m", "--ram", "auto"], "no terminal to ask in; also give --card, --drives"),
+        (
+            ["config", "--ask", "--model", "m", "--ram", "auto"],
+            "there is no terminal for the questions; also give --card, --drives",
+        ),
         (["config", *FLAGS, "--card", "banana"], "the card 'banana' is not known; give its memory, such as 24GB"),
         (["config", *FLAGS, "--drives", "/mnt/a=lots"], "'lots'"),
         (["config", "--offload", "nope"], "'nope' is neither"),

@@ -115,7 +115,7 @@ def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> N
 
 def test_a_model_that_fits_without_offloading_is_reported(tiny: str) -> None:
     result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)
-    assert "It fits without offloading" in result.stdout
+    assert "The model fits without offloading" in result.stdout
     assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
 
 
@@ -426,7 +426,7 @@ def test_estimate_prints_at_most_13_lines(model_13b: str) -> None:
     assert result.exit_code == 0, result.stderr
     assert "batch 8 x 2048 tokens" in result.stdout
     assert "fits      yes, offloaded, in " in result.stdout
-    assert "It does not fit without offloading" in result.stdout
+    assert "The model does not fit without offloading" in result.stdout
     assert "gradient_accumulation_steps=" in result.stdout and "tokens/s, " in result.stdout
     assert "\nwear      1,000 steps write " in result.stdout and " x as long as with hidden SSDs" in result.stdout
     assert len(result.stdout.splitlines()) <= 13

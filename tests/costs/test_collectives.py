@@ -154,7 +154,7 @@ def test_a_group_of_one_node_has_the_ways_of_node() -> None:
     assert {(way.forward, way.group_ranks) for way in open_ways(4)} == {("exact", 4)}
     assert open_ways(8) == (WAY_WITHIN_A_NODE,)
     for of_several in (4, 8):
-        with pytest.raises(ValueError, match=f"with backward: {of_several} it keeps only a part of them"):
+        with pytest.raises(ValueError, match=f"with backward: {of_several} a node keeps only a part"):
             open_ways(of_several, forward="delta")
 
 

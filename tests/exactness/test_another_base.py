@@ -104,7 +104,7 @@ def test_adapters_over_another_base_are_refused_and_the_run_resumes(
         over_path(bases / "run", bases / "other", quantize)
     message = str(caught.value)
     assert message.startswith(f"{store} holds the steps of a run over another base: its frozen weights differ")
-    assert f"first in base_model.model.{CHANGED}; load the base of that run to go on from there" in message
+    assert f"first in base_model.model.{CHANGED}; load the base of that run to continue from there" in message
     assert {path.name: path.read_bytes() for path in store.glob("*.safetensors")} == before
     assert hf_lohan.last_step(bases / "run") == 3
     resumed = train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step")
@@ -155,7 +155,7 @@ def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
         trainer.train(resume_from_checkpoint="last_step")
     message = str(caught.value)
     assert message.startswith(f"{store}/rank-0-of-2.g1 holds the steps of a run over another base: its frozen weights")
-    assert f"first in base_model.model.{CHANGED}; load the base of that run to go on from there" in message
+    assert f"first in base_model.model.{CHANGED}; load the base of that run to continue from there" in message
     assert trainer.offload_engine.is_closed, "its store may have weights of both bases"
     assert {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")} == before
     resumed = train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step")

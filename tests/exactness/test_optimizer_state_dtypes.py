@@ -119,7 +119,7 @@ def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: 
     run_with(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(
         ForeignStoreError,
-        match=f"with optimizer_state_dtype: {saved}, and this run has optimizer_state_dtype: {wanted}; set it as",
+        match=f"with optimizer_state_dtype: {saved}, and this run has optimizer_state_dtype: {wanted}; use the setting",
     ):
         trainer_with(tmp_path / "run", wanted).train(resume_from_checkpoint="last_step")
     trainer = trainer_with(tmp_path / "elsewhere", wanted)

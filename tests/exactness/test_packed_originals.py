@@ -299,7 +299,7 @@ def test_an_int8_checkpoint_of_bitsandbytes_stays_as_it_is(tmp_path: Path) -> No
             offloaded(tmp_path / "damaged", tmp_path / "packed")
         assert not (tmp_path / "damaged").exists()
     save_file({**saved, name.replace("SCB", "weight_format"): torch.tensor(2, dtype=torch.uint8)}, file)
-    with pytest.raises(ValueError, match=r"up_proj\.weight is int8 in an order of an early bitsandbytes"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight has int8 codes in an order of an early bitsandbytes"):
         offloaded(tmp_path / "damaged", tmp_path / "packed")
 
 

@@ -131,7 +131,7 @@ class RankRun:
         named = rf"rank {target.run.rank} \(pid {target.pid}, \S+\)"
         pattern = {
             "killed": rf"RankFailedError: {named} ended.* while rank \d ",
-            "hangs": rf"Rank(Timeout|Failed)Error: {named} said nothing for \d+ s while rank",
+            "hangs": rf"Rank(Timeout|Failed)Error: {named} was silent for \d+ s while rank",
             "disk full": rf"RankFailedError: {named} failed: \w+: .*{re.escape(str(self.store_of(target.run.rank)))}",
         }[fault]
         for child in others:

@@ -32,7 +32,7 @@ def test_a_gpu_has_an_identity_and_does_not_send_to_itself() -> None:
     device = device_for("cuda:0")
     assert device.identity == device_for("cuda:0").identity
     reason = device.why_no_group([device.identity])
-    assert "without NCCL" in reason or reason == "several ranks compute on GPU 0, and NCCL needs a GPU for each"
+    assert "without NCCL" in reason or reason == "several ranks compute on GPU 0, and NCCL needs a GPU for each rank"
     assert device.why_no_group([]) in ("", "this torch was built without NCCL")
 
 

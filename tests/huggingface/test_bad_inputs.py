@@ -105,5 +105,5 @@ def test_a_wrong_peft_config_is_refused(tmp_path: Path) -> None:
 
 def test_generation_needs_a_length(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="max_length is required, because the device keeps room"):
+    with pytest.raises(ValueError, match="max_length is required, because device memory is reserved"):
         hf_lohan.load_for_generation(tmp_path / "model", default_ssd_path=tmp_path / "store")

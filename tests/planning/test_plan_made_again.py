@@ -23,7 +23,7 @@ from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, S
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHAPE = StepShape(batch_size=32, sequence_length=1024)
 BUDGETS = {"gpu_memory": "400MB", "cpu_memory": "600MB", "commit_every": 1}
-BACK = "the first is used again"
+BACK = "the first plan is used again"
 
 
 class FakeMachine:

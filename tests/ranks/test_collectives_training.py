@@ -407,7 +407,7 @@ def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path)
         ({"backward": 0}, "backward: 0 is not a number of ranks"),
         ({"backward": True}, "backward: True is not allowed; choose .* or a number of ranks"),
         ({"backward": 2.5}, "backward: 2.5 is not allowed"),
-        ({"backward": 4, "forward": "delta"}, "forward: delta changes the weights of all nodes"),
+        ({"backward": 4, "forward": "delta"}, "forward: delta needs a copy of all weights in each node"),
     ],
 )
 def test_groups_that_are_not_whole_nodes_are_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:

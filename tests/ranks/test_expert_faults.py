@@ -47,7 +47,7 @@ def test_a_rank_that_is_silent_is_named_with_the_experts() -> None:
     faults = [Fault(1, "hang", 0, "tokens")]
     errors = [str(outcome.error) for outcome in rank_outcomes(2, call, timeout_s=2.0, faults=faults)]
     assert re.match(
-        r"rank 1 .*said nothing for 2 s while rank 0 waited for the rows of layers.0.mlp.experts", errors[0]
+        r"rank 1 .*was silent for 2 s while rank 0 waited for the rows of layers.0.mlp.experts", errors[0]
     ), errors
 
 

@@ -287,7 +287,7 @@ def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int
     outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[Fault(1, "hang", 8, lane)], timeout_s=2.0)
     for rank in (0, *range(2, num_ranks)):
         assert "rank 1 " in str(outcomes[rank].error), outcomes[rank].error
-        assert "said nothing for 2 s while rank" in str(outcomes[rank].error)
+        assert "was silent for 2 s while rank" in str(outcomes[rank].error)
 
 
 def test_the_error_names_a_rank_that_never_publishes() -> None:
@@ -311,7 +311,7 @@ def test_the_error_names_a_rank_that_never_publishes() -> None:
     outcomes = rank_outcomes(3, run, timeout_s=2.0)
     for rank in (0, 2):
         assert "rank 1" in str(outcomes[rank].error)
-        assert "said nothing for 2 s while rank" in str(outcomes[rank].error)
+        assert "was silent for 2 s while rank" in str(outcomes[rank].error)
 
 
 def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:

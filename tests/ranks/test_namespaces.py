@@ -165,6 +165,6 @@ def test_ranks_notice_a_cut_link(number: int, boxes: list[NetworkBox], tmp_path:
         cut_s = time.monotonic()
         ends = [result_of(connection) for connection in receiving]
     for rank, (error, at_s) in enumerate(ends):
-        told = rf"rank {1 - rank} \(pid \d+, \S+\) said nothing for 3 s while rank {rank} waited for the norm of step"
+        told = rf"rank {1 - rank} \(pid \d+, \S+\) was silent for 3 s while rank {rank} waited for the norm of step"
         assert re.match(told, error), error
         assert NET_TIMEOUT_S - 1 < at_s - cut_s < NET_TIMEOUT_S + 30

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(num_ranks: int) -> None:
     assert any(isinstance(error, RankTimeoutError) for error in errors)
     for error in errors:
         assert isinstance(error, RankFailedError)
-        assert re.match(r"rank 1 \(pid \d+, \S+\) said nothing for 2 s while rank \d waited for the norm", str(error))
+        assert re.match(r"rank 1 \(pid \d+, \S+\) was silent for 2 s while rank \d waited for the norm", str(error))
         assert error.rank == 1
 
 
@@ -253,7 +253,7 @@ def test_the_timeout_may_be_changed() -> None:
 
     outcomes = rank_outcomes(2, wait, timeout_s=60.0)
     assert isinstance(outcomes[1].error, RankTimeoutError)
-    assert "said nothing for 2 s" in str(outcomes[1].error)
+    assert "was silent for 2 s" in str(outcomes[1].error)
 
 
 def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:

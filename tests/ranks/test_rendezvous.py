@@ -115,4 +115,4 @@ def test_one_warning_names_a_variable_that_has_no_effect_any_more(
     with caplog.at_level(logging.WARNING, "hf_lohan"):
         close(connect_threads(2, 2, dist.HashStore()))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"{variable} has no effect any more" in caplog.text and advice in caplog.text
+    assert f"{variable} no longer has an effect" in caplog.text and advice in caplog.text

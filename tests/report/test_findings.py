@@ -139,7 +139,7 @@ def test_sent_bytes_of_all_lanes_are_counted() -> None:
     sent = {"control": 1 << 10, "weights": 0, "gradients": 0, "tokens": 3 << 20, "weights uncoded": 9 << 30}
     run = findings([line(1, sent_bytes=sent)])
     assert run.sent_bytes == {name: sent[name] for name in ("control", "weights", "gradients", "tokens")}
-    assert "It sent 3 MiB to other ranks" in sentences.on_bytes(run)
+    assert "A step sent 3 MiB to other ranks" in sentences.on_bytes(run)
 
 
 def test_loss_and_clipping() -> None:

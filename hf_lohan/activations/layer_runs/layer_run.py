@@ -62,7 +62,7 @@ class CutLayer(Protocol):
     layer: nn.Module
     name: str
     frames: ChunkFrames | None
-    """None for a trace alone."""
+    """None if the layer is only traced."""
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward."""

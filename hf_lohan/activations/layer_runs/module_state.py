@@ -56,7 +56,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 _MOST_OBJECTS = 1_000_000
 """Maximum number of objects that are visited, nearest to the model first. A module may refer to a whole data set."""
 _MOST_COPIED_BYTES = 256 << 20
-"""Maximum number of bytes of tensors and arrays that are copied. Others are not restored."""
+"""Maximum size of the copies of tensors and arrays. Tensors beyond it are not restored."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = frozenset({"hf_lohan", "numpy", "torch", *sys.stdlib_module_names} - {"argparse", "collections", "types"})
 """Packages whose objects are not visited."""
@@ -73,7 +73,7 @@ class _Noted(enum.Enum):
     ATTRIBUTES = enum.auto()
     """The attributes of an object with settings, such as a model's config."""
     ELEMENTS = enum.auto()
-    """The elements of a tensor that is no parameter and has no graph."""
+    """The elements of a tensor that is not a parameter and has no graph."""
     RANDOM_STATE = enum.auto()
 
 
@@ -113,7 +113,7 @@ class ModuleState:
         self._variables = [
             (variable, value)
             for variable, value in contextvars.copy_context().items()
-            if _noted_of(type(value)) is not _Noted.CONTENTS  # a model may collect its outputs there
+            if _noted_of(type(value)) is not _Noted.CONTENTS  # a model may collect outputs in its contents
         ]
         self._kernels = attention_kernels()
 

@@ -1,4 +1,4 @@
-"""Runs layers on the tokens that one of several ranks has of each row.
+"""Runs layers on one rank's tokens of each row, if several ranks share rows.
 
 The keys and values of a layer go through memory that the ranks share. Each rank writes the keys and values of its
 tokens, waits until all ranks have written, and runs its chunks. The chunks see the keys of earlier tokens on any rank.
@@ -25,8 +25,8 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_KEY_PLACES = 2
-"""Number of places for keys and values, which are used in turn. A rank may write to one while another rank still reads
-the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
+"""Number of buffers for keys and values, which are used in turn. A rank may write to a buffer while another rank still
+reads the keys of the layer before. No rank is two layers ahead, because ranks wait for each other in each layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
 
 
 class RowMemory:
-    """Memory that the ranks of one row share. It has two places for keys and values, and sums of gradients of each
+    """Memory that the ranks of one row share. It has two buffers for keys and values, and sums of gradients of each
     rank. It grows when a layer needs more."""
 
     def __init__(self, links: RowLinks, device: Device) -> None:
@@ -55,8 +55,8 @@ class RowMemory:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
-        """Size of a place, and size of a rank's sums. They never shrink, because that would move the places, and a rank
-        may still read from a place of an earlier layer."""
+        """Size of a buffer, and size of a rank's sums. They never shrink, because that would move the buffers, and a
+        rank may still read from a buffer of an earlier layer."""
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ class RowMemory:
         self._planned_bytes = num_bytes
 
     def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Return keys and values of these shapes in the next place, and the float32 sums of each rank. All ranks of
+        """Return keys and values of these shapes in the next buffer, and the float32 sums of each rank. All ranks of
         the row call this with equal shapes."""
         numels = [torch.Size(shape).numel() for shape in shapes]
         place_bytes, sum_bytes = (_aligned(sum(numels) * size) for size in (dtype.itemsize, torch.float32.itemsize))
@@ -78,7 +78,7 @@ class RowMemory:
 
         def split(first_byte: int, of_type: torch.dtype) -> list[Tensor]:
             flat = self._bytes[first_byte : first_byte + sum(numels) * of_type.itemsize].view(of_type)
-            # Autograd must not count writes to other places, or writes by other ranks, as writes to these tensors.
+            # Autograd must not count writes to other buffers, or writes by other ranks, as writes to these tensors.
             return [part.view(*shape).data for part, shape in zip(flat.split(numels), shapes, strict=True)]
 
         sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]
@@ -92,7 +92,7 @@ class RowMemory:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._planned_bytes is not None and num_bytes > self._planned_bytes:
             logger.warning(
-                "ranks that share rows take %s for keys, values and their gradients, and the plan counts %s; leave "
+                "ranks that share rows take %s for keys, values and their gradients, but the plan counts %s; leave "
                 "the difference free in RAM",
                 format_bytes(num_bytes),
                 format_bytes(self._planned_bytes),
@@ -115,7 +115,7 @@ class SharedKeys(ChunkKeys):
         """This rank's keys and values, until they are shared."""
         self._shared_sums: list[list[Tensor]] = []
         self.is_complete = False
-        """Whether the keys and values of all ranks are there."""
+        """Whether the keys and values of all ranks are in the shared memory."""
         self._is_on_host = True
 
     def _keep(self, tokens: TokenRange, keys: Tensor, values: Tensor) -> None:

@@ -57,12 +57,12 @@ _REFUSED = {
 _REFUSED_VALUES = {
     "bf16": (("full",), "casts the whole model, whose weights are in the store; write bf16: true"),
     "gradient_checkpointing": (("offload", "offload_disk"), "is done by offload, as planned; write true, or nothing"),
-    "nf4_backend": (("torchao",), "is not the NF4 of offload, which equals that of bitsandbytes; leave it out"),
+    "nf4_backend": (("torchao",), "is not the NF4 of offload and bitsandbytes; leave it out"),
     "experts_implementation": (("scattermoe", "sonicmoe"), _READS_LATER),
 }
 _REFUSED_PLUGINS = {
     "cut_cross_entropy": _READS_LATER,
-    "grokfast": "changes gradients, but these leave the device before it sees them; leave it out",
+    "grokfast": "changes gradients, but these leave the device before the plugin reads them; leave it out",
     "llm_compressor": _CHANGES,
 }
 """axolotl's own plugins that are refused under offload."""
@@ -126,7 +126,7 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def settings_in(cfg: Any) -> Any:
-    """Return the section `lohan` in plain types, or None if there is none, or if the command does not train."""
+    """Return the section `lohan` in plain types, or None without this section or if the command does not train."""
     is_training = not (cfg.get("merge_lora") or cfg.get("inference"))
     return _plain(cfg.get("lohan")) if is_training else None
 
@@ -144,7 +144,7 @@ def check_run(cfg: Any) -> None:
     """Raise ConfigError for wrong offload settings, and for settings of axolotl that offload does not support."""
     settings = settings_in(cfg)
     if not isinstance(settings, str | dict):
-        raise ConfigError(f"lohan: {settings!r} is no offload configuration; write lohan: lohan, a file or a table")
+        raise ConfigError(f"lohan: {settings!r} is not an offload configuration; write lohan: lohan, a file or a table")
     OffloadConfig.load(settings)
     for name, why in _REFUSED.items():
         if cfg.get(name):
@@ -249,7 +249,7 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
         nonlocal adapters
         loader._build_model = functools.partial(_take, loader, base)
         is_weightless = next(base.parameters()).device.type == "meta"
-        prepared = replaced(loader.plugin_manager, pre_model_load=_do_nothing)  # plugins have done so
+        prepared = replaced(loader.plugin_manager, pre_model_load=_do_nothing)  # plugins were called before
         with prepared, _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
             if is_weightless and hasattr(base, "resize_token_embeddings"):
                 resize = base.resize_token_embeddings
@@ -314,7 +314,7 @@ def _class_of(loader: Any) -> Any:
 
 
 def _quantization_of(loader: Any) -> Any:
-    """Return the quantization config for the base. None if none is set, or if the checkpoint is already quantized."""
+    """Return the quantization config for the base, if one is set and the checkpoint is not already quantized."""
     if getattr(loader.model_config, "quantization_config", None) is not None:
         return None
     return loader.model_kwargs.get("quantization_config")

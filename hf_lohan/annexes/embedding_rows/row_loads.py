@@ -54,7 +54,7 @@ def open_rows(
 
 
 class OwnRows:
-    """Reads rows from this rank's store, which has the table or a shard of it. A row comes from an update that is not
+    """Reads rows from this rank's store, which has the table or a shard of it. A row is read from an update that is not
     written yet, from the copy of the record in RAM, or from the SSD. Only granules with requested rows are read."""
 
     def __init__(self, table: Block, rank: int, store: Store, updates: GradientPipeline, granules: Tensor) -> None:
@@ -120,9 +120,9 @@ class _Request:
 
 
 class ShardedRows(Rounds):
-    """Reads rows together with all other ranks, if each rank has a shard of the table. In a round each rank says how
-    many rows it wants. Then requests are served in rank order: the requesting rank sends the indices of its rows, and
-    each rank sends back the elements in its own shard."""
+    """Reads rows together with all other ranks, if each rank has a shard of the table. In a round each rank sends its
+    number of wanted rows. Then requests are served in rank order: the requesting rank sends the indices of its rows,
+    and each rank sends back the elements in its own shard."""
 
     def __init__(self, own: OwnRows, links: Links, changes: SlotRing, sent: Tensor) -> None:
         """All ranks create this together. ``sent``: memory for rows that are sent, uint8."""

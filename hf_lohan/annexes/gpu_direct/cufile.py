@@ -368,7 +368,7 @@ class CuFileBackend(FileBackend):
         except DeviceIoError as error:
             if error.errno in NO_ROOM:
                 raise
-            # Not EINVAL, because the caller takes that for a file system without O_DIRECT.
+            # Not EINVAL, which means to the caller that the file system has no O_DIRECT.
             raise DeviceIoError(errno.EIO, error.text) from error
         if not 0 <= moved_bytes <= span.nbytes:
             raise DeviceIoError(errno.EIO, f"libcufile says that it moved {moved_bytes} of {span.nbytes} bytes")

@@ -3,7 +3,7 @@
 NVIDIA's library must not be used before a fork, and may end the process that loads it. So the trial runs in a child
 process: ``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode. It writes 256 MiB
 from the device to each folder, reads them back and compares them. It also measures transfers through host memory, and
-compares the device's checksums with those of the CPU.
+compares checksums of the device and of the CPU.
 """
 
 from __future__ import annotations

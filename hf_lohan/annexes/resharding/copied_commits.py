@@ -116,9 +116,9 @@ class OldRun:
 
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine the facts of all ranks in the facts of rank 0. The number of updates of a parameter is that of its owner.
+    """Combine the facts of all ranks in the facts of rank 0. The number of updates of a parameter is from its owner.
     Trainer's sums since the last log become means, because Trainer logs the mean over ranks. Numbers of rows of experts
-    are summed over all ranks, and stored as those of rank 0."""
+    are summed over all ranks, and stored for rank 0."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():

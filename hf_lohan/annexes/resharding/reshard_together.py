@@ -163,7 +163,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
         if seen.seen_by == links.ranks.rank:
             with _opened(seen.directories, key, io) as store:
                 own[seen.rank] = asdict(OldStore.of(store))
-    told = links.all_gather("what the old stores hold", _packed(own))
+    told = links.all_gather("the content of the old stores", _packed(own))
     by_rank = {int(rank): fields for of_rank in told for rank, fields in _unpacked(of_rank).items()}
     stores = [_old_store(by_rank[rank]) for rank in range(found.num_ranks)]
     records, run, first = [old.records for old in stores], {}, seen_stores[0]
@@ -239,7 +239,7 @@ def _copy_shard(
     on_copied: Callable[[int], object],
 ) -> None:
     """Copy the new shard of rank ``writer``. ``new`` is this rank's own store. ``loaded`` has the blocks of a model
-    that was loaded to it before; its frozen weights must equal those of the old run. Copies of pieces that the writer
+    that was loaded to it before. The model's frozen weights must equal the old run's. Copies of pieces that the writer
     itself reads run concurrently. A piece of another rank is sent after all pieces before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}
@@ -280,7 +280,7 @@ def _copy_shard(
             if checksums is not None and sent is not None:
                 if not np.array_equal(sent.numpy(), checksums.view(np.uint8)):
                     raise CorruptionError(
-                        f"{piece.kind} of {piece.block}, elements {piece.start} to {piece.stop}, changed on the way "
+                        f"{piece.kind} of {piece.block}, elements {piece.start} to {piece.stop}, changed in transit "
                         f"from rank {reader} to rank {me}; it was read without damage from",
                         path=folders[piece.source],
                         advice="check the network and the memory of both machines, and start again",

@@ -17,7 +17,7 @@ class Addresses:
     """The device memory that the tensors of a step take, with several ways to assign addresses."""
 
     live_bytes: int
-    """Peak of the bytes that exist at the same time. It is a lower bound for all ways."""
+    """Peak of the bytes of all tensors that exist at the same time. No allocator needs less."""
     planned_bytes: int
     """Memory if addresses are planned for all tensors together."""
     caching_bytes: int
@@ -56,7 +56,7 @@ class CachingAllocator:
     sizes below 10 MiB from segments of 20 MiB. A larger size gets a segment of its own, which smaller sizes may use
     later. An allocation takes the smallest free block that fits, and splits it. Segments are never freed.
 
-    There are two expandable segments. The one for sizes of at most 1 MiB grows by 2 MiB at a time, the other by 20 MiB.
+    Of two expandable segments, one is for sizes of at most 1 MiB and grows by 2 MiB at a time, the other by 20 MiB.
     """
 
     def __init__(self, *, is_expandable: bool = False) -> None:

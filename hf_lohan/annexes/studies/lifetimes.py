@@ -41,7 +41,7 @@ class StepOperation:
         if self.flops:
             if "attention" not in self.name or hardware.device.attention_flops_per_s is None:
                 return hardware.device.compute_s(self.flops)
-            # The rate counts a backward as 2 forwards, but its FLOPs are those of 5/2 forwards.
+            # The rate counts a backward as 2 forwards, but its FLOPs equal 5/2 forwards.
             flops = self.flops * 4 / 5 if "backward" in self.name else self.flops
             return hardware.device.compute_s(flops, flops)
         return self.moved_bytes / (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S)
@@ -115,9 +115,9 @@ class StepLifetimes:
         tensors: Sequence[TensorLifetime],
         traced: Sequence[TensorLifetime] = (),
     ) -> None:
-        """``operation_s``: seconds of each operation. ``traced``: the tensors that operations make. A run allocates
-        only these during a step. In ``traced``, gradients are freed when they are complete, because a run sends them to
-        the host."""
+        """``operation_s``: seconds of each operation. ``traced``: the tensors that operations make. A run allocates no
+        other tensors during a step. In ``traced``, gradients are freed when they are complete, because a run sends them
+        to the host."""
         self.tensors = tensors
         self._traced = traced
         self._seconds: _Floats = np.asarray(operation_s, dtype=np.float64)

@@ -3,7 +3,7 @@
 At first all activations stay on the device. While memory is exceeded at some time, one more activation leaves: to RAM,
 to the drives, or it is dropped and recomputed. A migration reserves the link after its layer's forward, and again
 before its layer's backward. It saves memory in between, if earlier migrations have left enough time for its copies. The
-migration with the largest benefit is next. One order uses the benefit itself, and one the benefit per second of cost.
+migration with the largest benefit is next. One order is by the benefit, and one by the benefit per second.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _Migrations:
         return np.minimum(ends, len(free_s) - 1)
 
     def _begins(self, free_s: _Floats, seconds: _Floats) -> npt.NDArray[np.int64]:
-        """Return for each tensor the interval in which its copy must begin to end before the tensor's backward."""
+        """Return for each tensor the interval in which a copy must begin that ends before the tensor's backward."""
         done = np.concatenate([np.zeros(1), np.cumsum(free_s)])
         begins = np.searchsorted(done[1:], done[self._needed] - seconds + 1e-12)
         return np.where(done[self._needed] >= seconds, np.minimum(begins, self._needed), 0)

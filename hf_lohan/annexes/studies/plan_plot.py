@@ -1,4 +1,4 @@
-"""Draws a plan: step time against swapped bytes (LoHan, Fig. 9b), and how busy each resource is in one step."""
+"""Draws a plan: step time against swapped bytes (LoHan, Fig. 9b), and the busy time of each resource in one step."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class _Recorder(FakeOperations):
         for name, weight in weights.items():  # a tied weight keeps its first name
             self._weights.setdefault(storage_id(weight), name)
         self._num_fakes: Counter[_Birth] = Counter()
-        """Number of fake tensors for each tensor. It counts as freed when the last of them is freed."""
+        """Number of fake tensors for each tensor. The tensor counts as freed when the last of these is freed."""
 
     def to_fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor that counts as the same tensor."""

@@ -1,8 +1,8 @@
 """Lists the ways to keep, swap and recompute the activations of one model.
 
 Layers are alike, so operations are grouped into *kinds* with equal costs and equal bytes. A candidate has the number of
-swapped operations of each kind. Operations are swapped from the first layer on, because the first layers' outputs have
-the most time to come back. They are kept from the last layer back, because backward needs the last layers' outputs
+swapped operations of each kind. Operations are swapped from the first layer on, because backward needs the first
+layers' outputs last. They are kept from the last layer back, because backward needs the last layers' outputs
 first.
 """
 
@@ -20,7 +20,7 @@ from hf_lohan.costs.offload_plan import Activations
 from hf_lohan.costs.step.step_costs import Values
 
 MAX_MIXTURES = 4096
-"""Up to this number of mixtures of kinds, all are tried. With more, the ranked candidates come within one output of the
+"""Up to this number of mixtures of kinds, all are tried. With more, the ranked candidates are within one output of the
 best."""
 
 Counts = npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ class ActivationChoices:
         return [self._fill(order, budget_bytes) for order in orders]
 
     def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
-        """Return the ways to swap activations that are not kept. Only one exists unless `activations` is "auto"."""
+        """Return the ways to swap activations that are not kept. Settings other than "auto" have one way."""
         counts = self._counts
         if activations in ("recompute", "inputs"):
             counts = np.zeros_like(counts[:1])
@@ -172,7 +172,7 @@ def _group(
             reloaded = reload_bytes(layer) if operation.loads_experts else 0.0
             key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded, operation.loads_experts)
             kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
-    # Rounded, because kinds with equal benefits must not change places with the rate of the device.
+    # Rounded, so that the order of kinds with equal benefits does not depend on the rate of the device.
     return sorted(kinds.values(), key=lambda kind: -float(f"{kind.benefit:.9g}"))
 
 

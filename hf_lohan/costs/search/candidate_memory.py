@@ -27,11 +27,11 @@ class FullestMoment:
     * the activations that earlier layers keep;
     * the layer's own work, with all tensors that autograd saves (this already counts outputs that the layer keeps,
       except one as wide as the layer's input, which autograd need not save);
-    * the swapped activations of the previous layer that come back (of a layer in chunks, its input and one chunk);
+    * the swapped activations of the previous layer that are fetched (of a layer in chunks, its input and one chunk);
     * the gradient of a head that is tied to the embeddings, which waits for the embeddings' gradient.
 
-    Or it is in the forward of a layer. Memory then holds the layer's outputs, and those of the two previous layers,
-    which are being copied out.
+    The peak may also be in the forward of a layer. Memory then holds the layer's outputs, and the outputs of the two
+    previous layers, which are being copied out.
     """
 
     def __init__(self, model: ModelProfile, kinds: Sequence[OperationKind], num_together: int = 1) -> None:
@@ -80,7 +80,7 @@ class FullestMoment:
     ) -> Values:
         """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` [num_layers]: bytes that each layer
         keeps. ``own`` [num_layers]: the part of them in its outputs. ``swapped`` [num_candidates, num_layers]: bytes
-        that leave. ``fetch_ahead`` layers come back early, and ``layers_leaving`` leave while the next one computes."""
+        that leave. ``fetch_ahead`` layers return early, and ``layers_leaving`` leave while the next layer computes."""
         before = np.cumsum(kept) - kept
         swapped = swapped / self._num_together
         of_one = own * self._chunk_shares / self._num_together
@@ -120,9 +120,9 @@ def put_away_through(
     spilled_bytes: Values,
 ) -> dict[str, Values]:
     """Return the RAM that activations take after a forward has run each layer, for each candidate. ``kinds``: for each
-    kind, the bytes of an operation and the layers that have one. ``swapped`` [candidates, kinds]: number of swapped
-    operations, counted from the first layer. The first ``num_inputs`` layer inputs are swapped too. The activations
-    that are swapped first go on to the SSD, ``spilled_bytes`` in all."""
+    kind, the bytes of an operation and the layers with this operation. ``swapped`` [candidates, kinds]: number of
+    swapped operations, counted from the first layer. The first ``num_inputs`` layer inputs are swapped too. The
+    activations that are swapped first move on to the SSD, ``spilled_bytes`` in all."""
     output_bytes = np.array([num_bytes for num_bytes, _ in kinds], dtype=np.float64)
     put_away, input_bytes = {}, 0
     for index, layer in enumerate(layers):
@@ -142,7 +142,7 @@ def held_beside(
 ) -> Values:
     """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
     in forward order. ``put_away``: the bytes that activations take after the forward has run a layer, by layer in
-    forward order. The gradients that arrive first, those of the last blocks, have ``num_held_chunks`` buffers."""
+    forward order. The gradients of the last blocks arrive first, and have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)
     stretches: list[tuple[Values, list[BlockGradient]]] = []  # blocks after which activations take equal RAM
     for gradient in gradients:

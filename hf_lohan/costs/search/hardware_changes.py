@@ -37,7 +37,7 @@ class HardwareChange:
 
 
 def what_hardware_buys(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> list[HardwareChange]:
-    """Return plans with one more drive, twice the RAM and so on. The fastest plan comes first."""
+    """Return plans with one more drive, twice the RAM and so on. The fastest plan is first."""
     now = plan_offload(model, hardware, setup)
     changes: list[HardwareChange] = []
     for description, better, better_setup in _improvements(hardware, setup):

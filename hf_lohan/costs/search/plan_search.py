@@ -49,9 +49,9 @@ COMMITTED_BYTES_PER_S = 2e6
 """Commits may write at this rate on average. It is a quarter of the rate that wears out a consumer drive with an
 endurance of 1.2 PB in the five years of its warranty."""
 LITTLE_S, LITTLE_BYTES = 0.25, 64 << 20
-"""Every step is committed if that lengthens it by less than this time and adds fewer written bytes than this."""
+"""Every step is committed if this takes less than `LITTLE_S` and writes less than `LITTLE_BYTES` in addition."""
 AS_FAST = 1.03
-"""A plan that writes less to the drives may take at most this many times as long as the fastest."""
+"""A plan that writes less to the drives may take at most this many times as long as the fastest plan."""
 EQUALLY_FAST = 1 + 1e-9
 """Among plans within this factor of the fastest, the search chooses the plan whose resources are least busy."""
 
@@ -161,7 +161,7 @@ class _Search:
         )
         refusal = explain(least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)))
         if refusal is not None:
-            all_ways = [(least, np.zeros_like(working))]  # this choice comes closest to fitting
+            all_ways = [(least, np.zeros_like(working))]  # this choice is closest to fitting
         best = self._best_of(all_ways, ignores_drives=refusal is not None)
         if math.isinf(best.step_s):  # nothing that fits the device also fits the drives
             refusal = explain(least_swapped_bytes=int(least.swapped_bytes[working.argmin()]))
@@ -340,7 +340,7 @@ class _Search:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
-        held_bytes = max(0, gradients_in_ram - in_ram)  # gradients reuse the RAM of activations, and this is the rest
+        held_bytes = max(0, gradients_in_ram - in_ram)  # the gradients that do not fit the RAM of activations
         num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
         own_bytes = {
             "buffers": setup.cpu_fixed_bytes,
@@ -444,7 +444,7 @@ WORTH_ANOTHER_WAY = 0.99
 
 def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
     """Return the index of the best of ``plans``, and all compared ways if there are several. ``plans`` has one plan for
-    each way to exchange weights and gradients. An earlier way is better unless a later one is clearly faster. If none
+    each way to exchange weights and gradients. An earlier way is better unless a later way is clearly faster. If none
     fits, the first is chosen."""
     best = 0
     for index, plan in enumerate(plans):

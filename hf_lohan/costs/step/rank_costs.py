@@ -1,4 +1,4 @@
-"""Costs of a step with several ranks. The costs are those of one rank (`StepCosts`), and include the resources that it
+"""Costs of a step with several ranks. The costs are of one rank (`StepCosts`), and include the resources that it
 shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
@@ -29,12 +29,12 @@ from hf_lohan.costs.step.step_costs import (
 )
 
 SOCKET_PASSES = 6
-"""RAM accesses for one byte that is sent and one byte that is received. For each, the kernel's copy reads and writes
-it, and the network card reads or writes it."""
+"""RAM accesses for one byte that is sent and one byte that is received. For each byte, the kernel's copy reads and
+writes, and the network card reads or writes."""
 
 
 def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:
-    """Return the cost model for a single rank, or for one of several."""
+    """Return the cost model for a single rank, or for one of several ranks."""
     kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
     return kind(model, hardware, setup)
 
@@ -158,7 +158,7 @@ class RankStepCosts(StepCosts):
         return lanes
 
     def _add_links_between_devices(self, lanes: dict[str, Values], load: ResourceUse) -> None:
-        """Add the lane of links between devices. An exchange stands in one queue with the copies of its direction. If
+        """Add the lane of links between devices. An exchange shares a queue with the copies of its direction. If
         there is no other link between devices, an exchange takes both directions of the link to RAM."""
         hardware = self._hardware
         gathered_s, exchanged_s = (
@@ -186,7 +186,7 @@ class RankStepCosts(StepCosts):
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
         # With "delta", a node adds the received change to the previous step's weights. The previous weights of other
-        # nodes are in its local copy, so it reads them too.
+        # nodes are in its local copy, so the node reads them too.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
@@ -249,7 +249,7 @@ class RankStepCosts(StepCosts):
 
     def _from_other_devices(self, load: ResourceUse, num_bytes: float) -> ResourceUse:
         """Return the load of a pass that brings ``num_bytes`` of weights to each device. Without a transport between
-        devices, all of them come from RAM."""
+        devices, all weights are copied from RAM."""
         gathered_bytes = self._from_devices * num_bytes
         return replace(
             load, h2d_bytes=load.h2d_bytes - gathered_bytes, gathered_bytes=load.gathered_bytes + gathered_bytes

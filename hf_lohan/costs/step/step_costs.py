@@ -4,8 +4,8 @@ candidates.
     T_f = max( FLOP_f/THP_G , A/BW_G , 2P/BW_G , 2P/BW_S2M + aA/BW_M2S )
     T_b = max( (2 FLOP_f + FLOP_r)/THP_G , 2P/BW_G , (2P + A)/BW_G , (14P + aA)/BW_S2M + 14P/BW_M2S )
 
-The additions are the CPU's time for the optimizer, links without full duplex, records in RAM, deferred updates during
-the next forward, several micro-batches per step, the CPU as the device, and work that does not overlap. (The first
+The additions are for the optimizer on the CPU, links without full duplex, records in RAM, deferred updates, several
+micro-batches per step, the CPU as the device, and work that does not overlap. (The first
 block arrives before it computes, and the last block's traffic ends after its compute.)
 
 `StepCosts.predict` predicts each resource's work and the bottleneck for one choice. `rank_costs` adds the costs of
@@ -47,7 +47,7 @@ class Choice:
     """The differences between candidates that cost time."""
 
     swapped_bytes: Values
-    """A: activations that leave the device and come back, in each micro-batch."""
+    """A: activations that leave the device and return, in each micro-batch."""
     spilled_bytes: Values
     """aA: the part of A that goes to the SSD."""
     recompute_s: Values
@@ -167,9 +167,9 @@ def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 
 def lending_layers(model: ModelProfile, hardware: HardwareProfile) -> list[BlockProfile]:
-    """Return the layers whose slots updates in backward borrow, if slots are enough. A layer lends its slot if the
-    layer before it in backward has given back its own (`SlotRing.borrow_slot`). If the device computes while the host
-    goes on, every second layer lends its slot."""
+    """Return the layers of which updates in backward borrow the slots, if there are enough slots. A layer lends its
+    slot if the layer before it in backward has returned its slot (`SlotRing.borrow_slot`). If the device computes while
+    the host continues, every second layer lends its slot."""
     trained = [layer for layer in reversed(model.layers) if layer.num_trainable_params]
     return trained if hardware.device.shares_cpu else trained[::2]
 
@@ -284,7 +284,7 @@ class StepCosts:
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
         handed_over += self._num_local * self._experts.from_ssd * self._experts.gradient_bytes
         # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
-        # count that.
+        # include this.
         copied_bytes = 0.0
         if not self._is_copied:
             copied_bytes = self._model.dense_gradient_bytes + self._experts.gradient_bytes
@@ -347,8 +347,8 @@ class StepCosts:
         return lanes
 
     def phase_s(self, load: ResourceUse) -> Values:
-        """Return the seconds of the longest lane, plus one block's share of each other lane, in which the pipeline
-        fills or drains."""
+        """Return the seconds of the longest lane, plus the time in which the pipeline fills or drains: one block's
+        share of each other lane."""
         longest: Values = np.zeros(1)
         total: Values = np.zeros(1)
         for name, seconds in self.lanes(load).items():

@@ -56,7 +56,7 @@ def load_for_generation(
         path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
         offload: anything that `OffloadConfig.load` takes.
         max_length: maximum number of tokens of a sequence, including its prompt. Required. A part of `gpu_memory` is
-            reserved for their keys and values. A call with more tokens raises RuntimeError.
+            reserved for keys and values. A call with more tokens raises RuntimeError.
         num_sequences: the number of prompts times the number of beams.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
         dtype: dtype of the weights. "auto" is the checkpoint's dtype, or float32 for float16.
@@ -78,8 +78,8 @@ def load_for_generation(
 
     if max_length is None:
         raise ValueError(
-            "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
-            "largest number of tokens, including the prompt, such as max_length=2048"
+            "max_length is required, because device memory is reserved for the keys and values of each sequence; give "
+            "the largest number of tokens, including the prompt, such as max_length=2048"
         )
     run = LocalRun.begin(settings_given(offload), torch_device, default_ssd_path)
     arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
@@ -114,7 +114,7 @@ def load_for_generation(
     with run.tiers(layout, settings) as tiers:
         is_stored = all_agree(run.links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
         if is_stored and _take_buffers(skeleton, tiers.store):
-            tiers.store.drop_drafts()  # a new store begins with drafts of zeros
+            tiers.store.drop_drafts()  # drafts of a new store are zeros
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
             if (Path(recipe.checkpoint.folder) / "generation_config.json").is_file():

@@ -33,8 +33,8 @@ _MEASURING_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """The prompt, and the way to choose the next token. With `temperature`, `top_p` or `seed` tokens are sampled. With
-    several beams they come from beam search. Otherwise the likeliest token is chosen."""
+    """The prompt, and how the next token is chosen. With `temperature`, `top_p` or `seed` tokens are sampled. With
+    several beams, beam search chooses them. Otherwise the likeliest token is chosen."""
 
     prompt: str
     max_new_tokens: int = 128
@@ -87,7 +87,7 @@ class GenerationFigures:
     num_expert_loads: int = 0
     """Number of loads of streamed experts in all passes."""
     num_experts_from_ram: int = 0
-    """Number of these loads that came from RAM."""
+    """Number of these loads that read a copy in RAM."""
 
     @property
     def bound_s(self) -> float:

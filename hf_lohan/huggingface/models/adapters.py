@@ -43,7 +43,7 @@ def check_kinds(configs: Iterable[Any]) -> None:
 
 
 def refuse_allocation(model: Any) -> None:
-    """Let the method with which AdaLoRA changes its ranks during a run raise ValueError."""
+    """Make the method with which AdaLoRA changes its ranks during a run raise ValueError."""
     tuner: Any = getattr(model, "base_model", None)
     if hasattr(type(tuner), "update_and_allocate"):
         tuner.update_and_allocate = _refuse_allocation
@@ -203,8 +203,8 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
 
 
 class PendingMerges:
-    """Adapters that are merged into their base while it is saved, a weight at a time, because the weights in the store
-    cannot be changed. It is also the `WeightProvider` of these weights, and refuses all other reads."""
+    """Adapters that are merged into their base, one weight at a time, while the base is saved. Weights in the store
+    cannot be changed. This class is also the `WeightProvider` of these weights, and refuses all other reads."""
 
     def __init__(self) -> None:
         self.moved_gradients = MovedGradients()
@@ -214,14 +214,14 @@ class PendingMerges:
         return parameter in self._merges
 
     def add(self, layer: Any, merge: Callable[[], Any]) -> None:
-        """Let ``merge``, which merges a layer of PEFT, be called when the layer's weights are saved."""
+        """Call ``merge``, which merges a layer of PEFT, when the layer's weights are saved."""
         for parameter in _changed_by(layer).values():
             self._merges.setdefault(parameter, []).append((layer, merge))
             AbsentParameter.set_provider(parameter, self)
         advance(_bytes_of(layer))
 
     def refuse_other_uses(self, base: nn.Module) -> None:
-        """Let the base, and each of its modules with pending merges, raise ValueError if it is called."""
+        """Make the base, and each of its modules with pending merges, raise ValueError if it is called."""
         if self._merges:
             for module in base.modules():
                 if module is base or any(parameter in self for parameter in module.parameters(recurse=False)):
@@ -251,7 +251,7 @@ class PendingMerges:
     embed = copy_parameter = gather_parameters = borrow_weights
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Do nothing, because the shape of a view may be used although it has no values."""
+        """Do nothing, because the shape of a view may be used although the view has no values."""
 
 
 def _changed_by(layer: Any) -> dict[str, nn.Parameter]:
@@ -299,7 +299,7 @@ def merge_through_store(
     """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
 
     ``on_base`` is called with the base model that these methods return, whose weights stay in the store, and with the
-    pending merges into ``unchangeable`` parameters. These are done while the base is saved.
+    pending merges into ``unchangeable`` parameters. These merges are done while the base is saved.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

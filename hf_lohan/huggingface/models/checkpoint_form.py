@@ -81,8 +81,8 @@ class CheckpointForm:
         weights to their stored names."""
 
     def replace_tensors(self, tensors: Tensors, sink: WeightSink | None = None) -> Mapping[str, Any]:
-        """Return the tensors that transformers loads in place of the checkpoint's ``tensors``. These are read when they
-        are loaded. The bytes of weights that stay packed are passed to ``sink``. Without it all weights are decoded."""
+        """Return the tensors that transformers loads in place of the checkpoint's ``tensors``. Loading a tensor reads
+        it. The bytes of weights that stay packed are passed to ``sink``. Without it all weights are decoded."""
         return tensors
 
     def check_loaded(self, model: Any, unused: Collection[str]) -> None:
@@ -237,7 +237,7 @@ def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[Enc
 def _unit_of(
     shape: torch.Size, units: Sequence[Sequence[tuple[EncodedWeight, int | None]]]
 ) -> tuple[EncodedMatrix, ...] | None:
-    """Return the matrices of one unit of a parameter. None if units differ, or if matrices are no rows of ``shape``."""
+    """Return the matrices of one unit of a parameter. None if units differ, or matrices are not rows of ``shape``."""
     described = [tuple(weight.matrix() for weight, _ in unit) for unit in units[:1]]
     first = described[0]
     matrices = [matrix for matrix in first if matrix is not None]
@@ -356,20 +356,20 @@ class _FourBitForm(CheckpointForm):
             if name in parts:
                 parts[name][key.removeprefix(f"{name}.")] = source
         if missing := [name for name, of in parts.items() if name not in of]:
-            raise ValueError(f"{missing[0]} of {str(self.path)!r} has no codes: the checkpoint is cut short")
+            raise ValueError(f"{missing[0]} of {str(self.path)!r} has no codes; download the checkpoint again")
         return parts
 
     def _check_codes(self, name: str, codes: Any, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the size of the codes does not fit the shape. Their dtype may have several bytes."""
+        """Raise ValueError if the size of the codes does not fit the shape. An element may have several bytes."""
         numel, num_bytes = math.prod(state["shape"]), bytes_in_file(codes)
         if self._form.codes_bytes(numel) != num_bytes:
-            raise ValueError(f"{name} of {str(self.path)!r} has {num_bytes} bytes of codes for {numel} weights")
+            raise ValueError(f"{name} of {str(self.path)!r} has {num_bytes} bytes for {numel} codes; download it again")
 
     def _state_of(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields with which bitsandbytes describes a packed weight. Raises ValueError if one is invalid."""
+        """Return bitsandbytes' description of a packed weight. Raises ValueError for an invalid field."""
         key = next((key for key in parts if key.startswith(_STATE)), None)
         if key is None:
-            raise ValueError(f"{name} of {str(self.path)!r} has no {_STATE}: the checkpoint is cut short")
+            raise ValueError(f"{name} of {str(self.path)!r} has no {_STATE}; download the checkpoint again")
         try:
             state: dict[str, Any] = json.loads(bytes(parts[key][...].tolist()))
             is_right = math.isfinite(state.get("nested_offset", 0.0)) and isinstance(state["quant_type"], str)
@@ -392,7 +392,7 @@ class _FourBitForm(CheckpointForm):
         numel = math.prod(state["shape"])
         needed = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if form.double else [])]
         if missing := [part for part in needed if part not in parts]:
-            raise ValueError(f"{name} of {str(self.path)!r} has no {missing[0]}: the checkpoint is cut short")
+            raise ValueError(f"{name} of {str(self.path)!r} has no {missing[0]}; download the checkpoint again")
         read = {part: parts[part][...].reshape(-1) for part in needed}
         is_of_form = (state["quant_type"], state["blocksize"]) == (form.method, form.block)
         is_of_form &= torch.equal(read["quant_map"], values_of(form.method))
@@ -400,7 +400,7 @@ class _FourBitForm(CheckpointForm):
             maps = torch.equal(read["nested_quant_map"], scale_values(torch.device("cpu")))
             is_of_form &= maps and state.get("nested_blocksize") == SCALES_PER_SCALE
         if not is_of_form:
-            raise ValueError(f"{name} of {str(self.path)!r} is packed in another form than {form.to_setting()}")
+            raise ValueError(f"{name} of {str(self.path)!r} is not packed as {form.to_setting()}; use the original")
         if state["dtype"] != dtype_name(self._dtype):
             raise ValueError(
                 f"{name} of {str(self.path)!r} was packed from {state['dtype']}, but the model computes in "
@@ -410,7 +410,7 @@ class _FourBitForm(CheckpointForm):
         num_scales = form.num_scales(numel)
         num_outer = -(-num_scales // SCALES_PER_SCALE) if form.double else num_scales
         if read["absmax"].numel() != num_scales or outer.numel() != num_outer or not outer.isfinite().all():
-            raise ValueError(f"the scales of {name} of {str(self.path)!r} are cut short, or not finite")
+            raise ValueError(f"scales of {name} of {str(self.path)!r} are cut short, or not finite; download it again")
         if form.double:
             return state, join_scales(read["absmax"], outer, state["nested_offset"], form, numel)
         return state, stored_bytes(outer.to(torch.float32), form.scales_bytes(numel))

@@ -156,7 +156,7 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
     if "tokenizer_config.json" in files:
-        with temporary_folder() as own_folder:  # it has only the files of the commit
+        with temporary_folder() as own_folder:  # a folder with only the files of the commit
             write_folder(own_folder, {name: content for name, content in files.items() if Path(name).name == name})
             transformers.AutoTokenizer.from_pretrained(own_folder).save_pretrained(out)
 

@@ -93,7 +93,7 @@ class Checkpoint:
             validate_repo_id(name)
         except HFValidationError:
             raise ValueError(
-                f"{name!r} is not a checkpoint folder; give the path of one, or the name of a model in the Hub"
+                f"{name!r} is not a checkpoint folder; give such a folder, or the name of a model in the Hub"
             ) from None
         if os.path.exists(name):
             raise ValueError(f"{name!r} is not a checkpoint folder, but a file; give the path of a folder")
@@ -113,7 +113,7 @@ class Checkpoint:
         if absent is not None:
             raise ValueError(
                 f"{name!r} has no safetensors files that are loaded by default ({absent} is missing); load it with "
-                "transformers, save_pretrained it to a folder, and give that folder"
+                "transformers, save it with save_pretrained, and give that folder"
             )
         missing = [file for file in wanted if not _has(folder, file)]
         if missing and reason is not None:
@@ -121,24 +121,23 @@ class Checkpoint:
             if others:
                 raise ValueError(
                     f"{name!r} has no safetensors files in the Hub's cache (only {min(others)}), and the Hub cannot be "
-                    f"reached ({reason}); load it with transformers, save_pretrained it to a folder, and give that "
-                    "folder"
+                    f"reached ({reason}); load it with transformers, save it with save_pretrained, and give that folder"
                 )
             raise ValueError(
-                f"{name!r} is only in part in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
-                f"({reason}); run `{_download_command(name, hub)}` where it can"
+                f"{name!r} is incomplete in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
+                f"({reason}); run `{_download_command(name, hub)}` while online"
             )
         return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
 
     def read_config(self) -> Any:
-        """Return the transformers config. Raises ValueError if there is none, or if it needs code without
+        """Return the transformers config. Raises ValueError if there is no config, or if it needs code without
         `trust_remote_code`."""
         file = Path(self.folder) / CONFIG_NAME
         if not file.is_file() and _has(self.folder, "adapter_config.json"):
             raise ValueError(
                 f"{self.name!r} is an adapter of PEFT without its base; give the path of the base with peft_config=, "
                 "or hf_lohan.from_pretrained(base, finish=lambda model: peft.PeftModel.from_pretrained(model, "
-                f"{self.name!r}, is_trainable=True)) to train on"
+                f"{self.name!r}, is_trainable=True)) to train it further"
             )
         if not file.is_file():
             raise ValueError(f"{self.name!r} has no {CONFIG_NAME}; give a checkpoint with a config of transformers")
@@ -227,14 +226,14 @@ class Checkpoint:
                 if num_homes > least_homes:
                     continue
                 raise ValueError(
-                    f"the disk is too small to download {self.name!r}: it downloads {takes}, but "
+                    f"the disk is too small to download {self.name!r}: the run downloads {takes}, but "
                     f"{'; '.join(map(str, error.shortfalls))}; free space, or set HF_HUB_CACHE or ssd to another drive"
                 ) from None
             logger.warning("downloading %s: %s", self.name, takes)  # warnings are shown even without logging
             return
 
     def name_model(self, model: Any) -> None:
-        """Let a loaded model have the name in the Hub as its path, as a stock model has, and not the cache folder."""
+        """Set the path of a loaded model to its name in the Hub, as in a stock model, and not to the cache folder."""
         if self.hub is not None:
             model.config.name_or_path = model.name_or_path = self.name
 
@@ -249,7 +248,7 @@ def adapter_folder(adapter: str | Path) -> str:
             folder = snapshot_download(name, allow_patterns=[*_ADAPTER_FILES, *_SMALL_FILES])
         except HFValidationError:
             raise ValueError(
-                f"{name!r} is not a folder with an adapter; give the path of one, or the name of an adapter in the Hub"
+                f"{name!r} is not a folder with an adapter; give such a folder, or the name of an adapter in the Hub"
             ) from None
         except _FAILURES as error:
             raise _not_found(name, {}, error) from error
@@ -380,7 +379,7 @@ def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None)
     lacking = f"its revision {hub['revision']!r}" if hub.get("revision") else "it"
     return ValueError(
         f"{name!r} is not a folder here, the Hub's cache does not have {lacking}, and the Hub cannot be reached "
-        f"({reason}); run `{_download_command(name, hub)}` where it can, or give the path of a checkpoint folder"
+        f"({reason}); run `{_download_command(name, hub)}` while online, or give the path of a checkpoint folder"
     )
 
 
@@ -434,7 +433,7 @@ class SaidForm:
 
 
 def quantization_of(model_config: Any) -> SaidForm | None:
-    """Return the form in the config of a model or of its text model. None if it describes none."""
+    """Return the form that the config of a model or of its text model describes. None if there is none."""
     text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
     for config in (model_config, text_config):
         said = getattr(config, "quantization_config", None)

@@ -63,7 +63,7 @@ def merge(
     Raises ValueError, before a weight is written, if the adapter or the base does not exist, if the base's weights have
     other shapes, or if the adapter cannot be merged.
     """
-    refuse_placement(kwargs, "which a merge reads and writes a weight at a time")
+    refuse_placement(kwargs, "which a merge reads and writes one weight at a time")
     dtype = take_torch_dtype(kwargs, dtype)
     asked = kwargs.pop("quantization_config", None)
     if asked is not None and not getattr(asked, "dequantize", False):
@@ -143,7 +143,7 @@ def _with_saved_adapter(
         if getattr(config, "init_lora_weights", True) not in (True, False):
             raise ValueError(
                 f"the adapter {adapter!r} changes its base when it is loaded (init_lora_weights="
-                f"{config.init_lora_weights!r}), so it cannot be merged a weight at a time; save it with "
+                f"{config.init_lora_weights!r}), so it cannot be merged one weight at a time; save it with "
                 "path_initial_model_for_weight_conversion=..., or merge it in memory"
             ) from error
         raise
@@ -165,7 +165,7 @@ def _with_saved_adapter(
 
 def _is_projection(adapted: nn.Module, name: str, saved: Tensor | None) -> bool:
     """Return whether a saved tensor is a random projection of VeRA that equals the model's. PEFT before 0.21 generates
-    projections when it loads an adapter, and does not expect saved ones."""
+    projections when it loads an adapter, and does not expect saved projections."""
     end = f".{name.rpartition('.')[2]}.default"
     buffers = (buffer for buffer_name, buffer in adapted.named_buffers() if buffer_name.endswith(end))
     return saved is not None and any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)

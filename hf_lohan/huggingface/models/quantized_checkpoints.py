@@ -40,8 +40,8 @@ Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
 
 
 def finder(path: str | Path, said: SaidForm) -> Callable[..., Encoded]:
-    """Return the function that finds the weights that tensors encode, for the method in the config. It reads no tensor.
-    For int8 it also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
+    """Return the function that finds encoded weights, for the method in the config. It reads no tensor. For int8 it
+    also takes the names of ``transposed`` weights. Raises ValueError for a method that is not decoded."""
     refuse_other_methods(path, said.method)
     return partial(_FINDERS[said.method], said.fields)
 
@@ -92,7 +92,7 @@ def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
 
 def is_of_activations(name: str, encoded: Collection[str]) -> bool:
     """Return whether a tensor has the scales of inputs or outputs of an encoded weight. Decoding does not need these. A
-    parameter of a model may have the same form of name."""
+    parameter of a model may have a name of the same form."""
     match = _OF_ACTIVATIONS.fullmatch(name)
     return match is not None and (f"{match[1]}.weight" if match[2] == "." else match[1]) in encoded
 
@@ -115,7 +115,7 @@ def _find_fp8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
         ends = (".weight_scale_inv", ".scale", ".qscale_weight") if stem != name else ("_scale_inv",)
         if f"{stem}.weight_scale" in tensors and not any(stem + end in tensors for end in ends):
             raise ValueError(
-                f"{name} is quantized as AutoFP8 writes it, with its scale in {stem}.weight_scale, which transformers "
+                f"{name} is in the format of AutoFP8, with its scale in {stem}.weight_scale, which transformers "
                 "does not read; use the model's original in bfloat16, or a checkpoint of compressed-tensors"
             )
         scales = _scales_of(name, [stem + end for end in ends], tensors)
@@ -282,7 +282,7 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def transposed_weights(model: nn.Module) -> Collection[str]:
-    """Return the names of weights that bitsandbytes packs transposed, which are those of `Conv1D`. The files do not
+    """Return the names of weights that bitsandbytes packs transposed, which are weights of `Conv1D`. The files do not
     show which weights these are. The model may be on the meta device."""
     return {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
 
@@ -301,8 +301,8 @@ def _find_int8(_settings: Mapping[str, Any], tensors: Tensors, transposed: Colle
         layout = tensors.get(f"{stem}.weight_format")
         if layout is not None and int(layout[...].item()) != 0:
             raise ValueError(
-                f"{name} is int8 in an order of an early bitsandbytes ({stem}.weight_format is not 0), which is not "
-                "decoded; use the checkpoint from before it was packed, with quantize: int8"
+                f"{name} has int8 codes in an order of an early bitsandbytes ({stem}.weight_format is not 0), which is "
+                "not decoded; use the checkpoint from before it was packed, with quantize: int8"
             )
         is_turned = any(f".{full}".endswith(f".{name}") or name.endswith(f".{full}") for full in transposed)
         weight = EncodedWeight(
@@ -396,8 +396,8 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
         )
     if asked.llm_int8_enable_fp32_cpu_offload:
         raise ValueError(
-            "quantization_config: llm_int8_enable_fp32_cpu_offload=True places weights on the CPU, where hf_lohan has "
-            "them already; leave it out"
+            "quantization_config: llm_int8_enable_fp32_cpu_offload=True places weights on the CPU, where hf_lohan "
+            "keeps them already; leave it out"
         )
     check_compute_dtype("quantization_config", asked.bnb_4bit_compute_dtype, compute_dtype)
     skip = tuple(asked.llm_int8_skip_modules or ())

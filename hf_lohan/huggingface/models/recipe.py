@@ -86,8 +86,8 @@ class ModelRecipe:
 
         ``compute_dtype``: dtype of the model, if it differs from the checkpoint's. ``stays_packed``: see `read_form`.
         Raises ValueError if there is no such checkpoint, for an unsupported form, and for a ``quantization_config``
-        that cannot be combined with it. The files of packed weights are downloaded, and all files if all weights must
-        be decoded.
+        that cannot be combined with it. Downloads the files of packed weights, or all files if all weights must be
+        decoded.
         """
         refuse_placement(arguments, "which offload streams to its device itself")
         dtype = take_torch_dtype(arguments, dtype)
@@ -169,8 +169,8 @@ class ModelRecipe:
         taking: contextlib.AbstractContextManager[Mapping[str, int]],
         sink: WeightSink | None = None,
     ) -> Any:
-        """Return the model that `from_pretrained` of the class makes. In the context ``taking`` its weights are taken.
-        The context yields a dict from unused tensor to its bytes. Weights that stay packed go to ``sink``. Warns of
+        """Return the model that `from_pretrained` of the class makes. The context ``taking`` stores its weights, and
+        yields a dict from unused tensor to its bytes. Weights that stay packed go to ``sink``. Warns of
         unused tensors. Raises ValueError if the checkpoint has no weight of the model."""
         checkpoint = self.checkpoint
         arguments = checkpoint.loading_arguments(self.model_class, self._arguments)
@@ -261,7 +261,7 @@ def _has_float16(model_config: Any) -> bool:
 
 
 def take_torch_dtype(loading: dict[str, Any], dtype: Any) -> Any:
-    """Remove `torch_dtype`, the former name of `dtype`, from ``loading``. Return the dtype that one of them gives.
+    """Remove `torch_dtype`, the former name of `dtype`, from ``loading``. Return the given dtype.
     Raises ValueError if both are given and differ."""
     former = loading.pop("torch_dtype", None)
     if former is None or str(dtype).removeprefix("torch.") == str(former).removeprefix("torch."):
@@ -333,7 +333,7 @@ def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
 def config_as_tied(
     tensors: Tensors, folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
 ) -> tuple[Any, dict[str, str | None]]:
-    """Return the config, and a dict from tensor name to the name under which it is loaded, if this differs.
+    """Return the config, and a dict from a tensor's name to the other name under which the tensor is loaded.
 
     A checkpoint may have a weight that its model ties to another, such as ``lm_head.weight``. If the other weight is
     missing, the tensor is loaded under the other name. If both exist and are equal in ``dtype``, it is not loaded

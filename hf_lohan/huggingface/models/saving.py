@@ -74,7 +74,7 @@ class StoredModel:
 
     model: Any
     access: Callable[[], ParameterAccess]
-    """It is called for each weight, because an engine waits for the weight's updates in this call."""
+    """Called anew for each weight, because an engine waits for the weight's updates in this call."""
     links: Links = field(default_factory=Links.alone)
     collective_reads: CollectiveReads | None = None
     """Set on rank 0 while it saves, if there are several ranks."""
@@ -117,7 +117,7 @@ class SavedWeights(Mapping[str, Tensor]):
         """Return a copy of a weight."""
 
     def _merged(self, name: str) -> Tensor | None:
-        """Return a weight with adapters merged into it, or None if none are merged. The last result is kept."""
+        """Return a weight with adapters merged into it, or None without such adapters. The last result is kept."""
         parameter = self._parameters[name]
         if self._merges is None or parameter not in self._merges:
             return None
@@ -218,7 +218,7 @@ def saving_to(path: str | Path) -> AbstractContextManager[None]:
 def save_together(stored_model: StoredModel, path: str | Path, save: Callable[..., Any], **kwargs: Any) -> Any:
     """Call `save` with the model and ``kwargs``, and return its result. All ranks call this. Rank 0 saves, and the
     other ranks take part in its reads. ``path`` is the file or folder that `save` writes. A full disk raises
-    `DiskFullError`, which names it."""
+    `DiskFullError`, which names ``path``."""
     ranks, reads = stored_model.links.ranks, CollectiveReads(stored_model.access, stored_model.links)
     with saving_to(path):
         if not ranks.others:

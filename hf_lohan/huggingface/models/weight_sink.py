@@ -37,7 +37,7 @@ class WeightSink:
         self._names = names
         self._of_any_dtype = of_any_dtype
         self._freed_bytes = 0
-        """Bytes of weights that were stored, and that transformers frees, since freed memory was last returned."""
+        """Bytes of weights that were stored since freed memory was last returned. transformers frees these."""
 
     @property
     def total_bytes(self) -> int:
@@ -106,7 +106,7 @@ class WeightSink:
     def _check_dtype(self, name: str, weight: Tensor) -> None:
         if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
             raise ValueError(
-                f"{name} is loaded with dtype {weight.dtype}, but the model's config says {self._dtype_of(name)}; "
+                f"{name} is loaded with dtype {weight.dtype}, but the model's config has {self._dtype_of(name)}; "
                 "load the model with dtype='float32', or in memory"
             )
 

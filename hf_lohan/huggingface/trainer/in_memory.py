@@ -70,7 +70,7 @@ def choose_place(
 
 
 def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[str, Any]) -> Any:
-    """Load the model with a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
+    """Load the model of a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
     further arguments of `from_pretrained`."""
     checkpoint, rest = Checkpoint.open(path, loading, weights=False), dict(loading)
     model_class, asked = rest.pop("model_class", None), rest.pop("dtype", "float32" if is_mixed(args) else "auto")
@@ -102,7 +102,7 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
         loading = {**(getattr(args, "model_init_kwargs", None) or {}), **loading}
-        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # the latter are arguments of TRL
+        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # only TRL has `model_init_kwargs`
         checkpoint = Checkpoint.open(model, loading, weights=False)
         model_class, asked = loading.pop("model_class", None), loading.pop("dtype", "float32" if is_float32 else "auto")
         config = checkpoint.take_config(loading)

@@ -155,7 +155,7 @@ class RankTrainerMixin(TrainerMixin):
             given = self._offload_config.ssd_paths(default)
             reshard(self._found, given, self._links, opened)
         except BaseException:
-            if engine is not None:  # the store may have a mix of this model's weights and the copied ones
+            if engine is not None:  # the store may have a mix of this model's weights and copied weights
                 engine.commits.leave_to_journal()
                 engine.close()
             raise
@@ -182,7 +182,7 @@ class RankTrainerMixin(TrainerMixin):
             self._links,
             f"the last committed step, {last.step}, is lost, because {why_lost}. The run continues from "
             f"{checkpoint or 'its beginning'}, which {cost}. The rest of the old stores stays, and can be used if the "
-            "missing part comes back before this run commits a step",
+            "missing part is restored before this run commits a step",
         )
         return checkpoint
 
@@ -197,7 +197,7 @@ class RankTrainerMixin(TrainerMixin):
         point = point_of_attempt(launch, self._wait_for_store_paths(), self.args.output_dir, self._links)
         if self.args.should_log:
             found = (
-                "from its beginning, because this launch has no committed step that all ranks have"
+                "from its beginning, because no step of this launch is committed on all ranks"
                 if point is None
                 else f"from {point}"
             )
@@ -251,7 +251,7 @@ class RankTrainerMixin(TrainerMixin):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but tell the model's forward if the batch has only this rank's part of each row."""
+        """Same as upstream, but the model's forward gets the rows if the batch has only parts of them."""
         rows = inputs.get(ROWS)
         if rows is None:
             return super().compute_loss(model, inputs, *args, **kwargs)

@@ -251,8 +251,8 @@ class StepJournal(TrainerCallback):
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
-    """Raise `StorageError` if a Trainer cannot resume from the journal of a commit in the folder ``store``. Damage is
-    found by checksums. This check finds journals that another program wrote."""
+    """Raise `StorageError` if a Trainer cannot resume from the journal of a commit in the folder ``store``. Checksums
+    show damage. This check finds journals that another program wrote."""
     name = "its facts"
     try:
         _check_facts(commit.facts)

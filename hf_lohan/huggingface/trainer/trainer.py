@@ -203,7 +203,7 @@ def upstream_names(trainer_class: type, mixin: type) -> list[str]:
 
 
 def _how_to_offload(config: OffloadConfig, args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` and `offload_model` that follow from a Trainer's."""
+    """Return the arguments of `from_pretrained` and `offload_model` that follow from the arguments of a Trainer."""
     micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
     return {
         "torch_device": args.device,
@@ -262,8 +262,8 @@ class OffloadTrainerMixin(
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
     def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
-        """Initialize the attributes of the mixins before those of upstream. ``given`` and ``named``: the constructor's
-        arguments. Returns whether the trainer offloads."""
+        """Initialize the attributes of the mixins before upstream's attributes. ``given`` and ``named``: the
+        constructor's arguments. Returns whether the trainer offloads."""
         self._is_initialized = True
         model = given[0] if given and given[0] is not None else named.get("model")
         offload = choose_offload(offload, (*given, *named.values()), self.default_offload)

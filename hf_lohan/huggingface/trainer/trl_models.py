@@ -212,10 +212,10 @@ def names_of(init: Callable[..., Any]) -> list[str] | None:
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments by name. Raises TypeError for arguments that a call of ``what`` would refuse."""
     if len(given) > len(names):
-        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
+        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}; pass the rest by name")
     by_position = dict(zip(names, given, strict=False))
     if twice := by_position.keys() & named.keys():
-        raise TypeError(f"{what} got {min(twice)!r} by position and by name")
+        raise TypeError(f"{what} got {min(twice)!r} by position and by name; pass it once")
     return {**by_position, **named}
 
 

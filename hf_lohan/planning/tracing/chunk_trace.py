@@ -95,7 +95,7 @@ def _trace(
         operations.target = trace
     trace.num_run_again = len(trace.operations)
     trace.num_chunks = sum(map(len, groups))
-    # The last two chunks of a row see the most keys, and the last but one finds all sums of gradients.
+    # The last two chunks of a row see the most keys, and the last but one runs while all sums of gradients exist.
     fullest = [groups[0][-2:]] if len(groups[0]) > 1 else groups[:2]
     whole = run(fullest)
     operations.is_in_backward = True  # these operations have been counted

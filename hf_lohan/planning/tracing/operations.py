@@ -118,7 +118,7 @@ def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
 
 
 def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionShape | None:
-    """Return the shape of a fused attention; None for other operations. The number of tokens is that of keys."""
+    """Return the shape of a fused attention; None for other operations. The number of tokens is the number of keys."""
     if not (isinstance(func, OpOverload) and operation_name(func).startswith(ATTENTION_KERNELS)):
         return None
     query, key, value = (_named(func, args, kwargs)[name] for name in ("query", "key", "value"))
@@ -201,7 +201,7 @@ class BlockTrace:
     experts: ExpertsTrace | None = None
     """Experts that stream one by one."""
     num_chunks: int = 1
-    """See `BlockProfile`, as for the next two."""
+    """See `BlockProfile` for this and the next two fields."""
     repeated_flops: int = 0
     repeated_bytes: int = 0
     times: int = 1

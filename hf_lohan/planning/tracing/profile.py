@@ -152,8 +152,7 @@ def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return fake parameters and buffers, by name."""
     fakes: dict[Tensor, Tensor] = {}
     named: dict[str, Tensor] = {}
-    # Names are by owning module, and each occurs once, because torch would leave fakes in modules that have several
-    # names.
+    # Each module has one name, because torch would leave fakes in modules that have several names.
     for prefix, module in model.named_modules():
         tensors = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
         for name, tensor in tensors:
@@ -198,8 +197,8 @@ def _block_profile(
 def _experts_profile(
     modules: Sequence[nn.Module], traced: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
 ) -> ExpertsProfile | None:
-    """Return the profile of one layer's experts. If the forward did not reach them, each token is assumed to choose
-    one."""
+    """Return the profile of one layer's experts. If the forward did not reach them, each token is assumed to choose one
+    expert."""
     of_layer = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
     if not of_layer:
         return None
@@ -217,7 +216,7 @@ def _experts_profile(
 
 
 def with_owners(profile: ModelProfile, blocks: ModelBlocks) -> ModelProfile:
-    """Return the profile with the ranks that own the experts of each layer. Traces are kept without them."""
+    """Return the profile with the ranks that own the experts of each layer. Kept traces do not have these ranks."""
     owners = {
         of[0].name: tuple(block.owner for block in of if block.owner is not None) for of in blocks.experts.values()
     }

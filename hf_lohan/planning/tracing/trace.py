@@ -239,7 +239,7 @@ def _cut_off(output: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    previous = vars(module).get("forward")  # a wrapper may have set it on the instance
+    previous = vars(module).get("forward")  # a wrapper may have set `forward` on the instance
     module.forward = forward
     try:
         yield

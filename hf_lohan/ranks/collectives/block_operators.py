@@ -1,9 +1,9 @@
 """The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks.out`,
-`dequantize_blocks.out`, `dequantize_sum.out`, and `dequantize_sum_quantize.out` for a sum that is sent to other ranks,
-in blocks of the same size or of twice as many values.
+`dequantize_blocks.out`, `dequantize_sum.out`, and `dequantize_sum_quantize.out` for a sum that is sent to other ranks.
+Its blocks have as many values, or twice as many.
 
-They write to the caller's tensors and have no derivative. `torch_codec` computes them. On CUDA `triton_codec` does if
-Triton is installed.
+They write to the caller's tensors and have no derivative. `torch_codec` computes them. On CUDA `triton_codec` computes
+them if Triton is installed.
 """
 
 from __future__ import annotations

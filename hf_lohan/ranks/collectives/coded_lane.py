@@ -49,8 +49,7 @@ class CodedTraffic:
 
     @property
     def relative_rms(self) -> float | None:
-        """Root mean square of the errors divided by the root mean square of the values; None if nothing was
-        measured."""
+        """Root mean square of the errors, relative to the values. None if nothing was measured."""
         return (self._error_squares / self._squares) ** 0.5 if self._squares else None
 
     @property
@@ -79,8 +78,8 @@ class MeasuredCodec(CodedTraffic):
         return message
 
     def encode_sum(self, parts: Sequence[CodedValues], num_ranks: int, out: Tensor) -> Tensor | None:
-        """Do as `encode` with the sum of coded parts, in one operation. Returns None if no operation exists for the two
-        codecs, or if errors are measured."""
+        """Encode the sum of coded parts as `encode` does, in one operation. Returns None if no operation exists for the
+        two codecs, or if errors are measured."""
         ours, theirs, numel = self.codec, parts[0].codec, parts[0].num_values
         blocks = theirs.block_numel, ours.block_numel
         if self._is_measuring or ours.num_bits != theirs.num_bits or blocks[1] not in (blocks[0], 2 * blocks[0]):

@@ -1,17 +1,17 @@
 """Averages each chunk's gradient over all ranks, for the rank that owns the chunk, in rounds.
 
-A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks tell each other what
-they have published since the last one, so all find the same chunks complete, in the same order. On each node, the rank
-with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared memory
-or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
-read all gradients of the last one, so their buffers are free when the next round has ended.
+A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks send each other lists
+of gradients published since the last round. So all ranks see the same complete chunks, in the same order. On each node,
+the rank with the owner's local rank is the chunk's *collector*. The collector adds the gradients of its node (in shared
+memory or on devices) in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next
+round has read all gradients of the last round. So the buffers of these are free when the next round has ended.
 
-One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
-in the last one, or when its computation waits for other ranks in a step after it has told something of the step. *No
-wait is circular.* Within a round all operations have one order, so only its beginning waits for computation. A chunk
-waits only for ranks that still compute. These tell of the chunk when they have its gradient, or at the end of their
-backward. All other ranks enter the round, because they have news or wait. While the computation of a rank waits, other
-threads of the rank serve other ranks, for example by sending weights.
+One thread of each rank takes part in rounds and adds. It enters a round when this rank has news or has read gradients
+in the last round. It also enters when the rank's computation waits for other ranks, after the rank has sent news of the
+step. *No wait is circular.* Within a round all operations have one order, so only its beginning waits for
+computation. A chunk waits only for ranks that still compute. These ranks send news of the chunk when they have its
+gradient, or at the end of their backward. All other ranks enter the round, because they have news or wait. While the
+computation of a rank waits, other threads of the rank serve other ranks, for example by sending weights.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""A published gradient has one of `_DTYPES`, or is coded by one of these. Its form is the index in both tuples
-joined."""
+"""Codecs of gradients. Uncoded gradients have a dtype of `_DTYPES`. A form is an index in `_DTYPES + _CODECS`."""
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
 """Seconds that a rank without news pauses after a round without news."""
 _CLOSES_WITHIN_S = 2.0
@@ -185,12 +184,12 @@ class GradientExchange:
         self._abandoned: set[int] = set()
         """Steps that some rank has abandoned."""
         self._open_steps: set[int] = set()
-        """Steps that have not ended on all ranks, and that this rank has published news of."""
+        """Steps that have not ended on all ranks, and of which this rank has published news."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """Ranks without news of a chunk that this rank has news of."""
-        # The thread alone uses these.
+        """For each chunk of which this rank has news: the ranks without news."""
+        # Only the thread uses the attributes below.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
         """Chunks that were complete in the last round. All ranks have read them when the next round has ended."""
@@ -237,7 +236,7 @@ class GradientExchange:
             self._release(buffer)
 
     def has_told(self, key: int) -> bool:
-        """Return whether the other ranks know whether this rank has a gradient of a chunk in this step."""
+        """Return whether this rank has told others if it has a gradient of a chunk in this step."""
         return self._has_ended or key in self._told
 
     def exclude(self, keys: Collection[int]) -> None:
@@ -256,8 +255,8 @@ class GradientExchange:
 
     def abandon(self) -> None:
         """Abandon the step. All ranks drop the chunks that some rank has not published, and get their buffers back by
-        `release`. If a rank has failed, buffers come back immediately, because no rank continues. If `end_backward` was
-        called before, only this rank drops the step."""
+        `release`. If a rank has failed, buffers are released immediately, because no rank continues. If `end_backward`
+        was called before, only this rank drops the step."""
         with self._lock:
             self._abandoned.add(self._step)
             self._end("abandon")
@@ -269,7 +268,7 @@ class GradientExchange:
         return step not in self._abandoned
 
     def begin_next(self) -> None:
-        """Begin the next step if this one has ended or was abandoned."""
+        """Begin the next step if this step has ended or was abandoned."""
         with self._lock:
             if self._has_ended:
                 self._step, self._told, self._has_ended, self._num_complete = self._step + 1, set(), False, 0
@@ -277,7 +276,7 @@ class GradientExchange:
     def _end(self, what: str) -> None:
         with self._lock:
             if not self._has_ended:
-                self._tell(what)  # first, because an interrupt may end this method, and then it is called again
+                self._tell(what)  # first, because this method is called again if an interrupt ends it
                 self._has_ended = True
 
     def _tell(self, what: str, *details: int) -> None:
@@ -300,8 +299,8 @@ class GradientExchange:
             return self._step not in self._abandoned
 
     def close(self) -> None:
-        """Take part in no more rounds. Waits a moment before for rounds of a step that has not ended. A rank that waits
-        for this one later gets an error. Does nothing in a forked process."""
+        """Take part in no more rounds. Before that, wait a moment for rounds of a step that has not ended. A rank that
+        waits for this rank later gets an error. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         with self.waiting(), self._lock:
@@ -334,7 +333,7 @@ class GradientExchange:
             self._changed.notify_all()
             abandoned = [name for name in self._published if name[0] in self._abandoned]
         self._release_all(abandoned)
-        self._failed(error)  # before others tell this rank of it
+        self._failed(error)  # before other ranks report this failure
         if not isinstance(error, RankFailedError | LaneClosedError):
             self._links.fail(error)
 
@@ -343,7 +342,7 @@ class GradientExchange:
             self._changed.notify_all()
 
     def _next_news(self, rest_s: float) -> list[_News] | None:
-        """Wait until this rank enters a round, without news at least ``rest_s``. Returns news; None after `close`."""
+        """Wait until this rank enters a round, at least ``rest_s`` if it has no news. Returns news; None if closed."""
 
         def enters() -> bool:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
@@ -359,7 +358,7 @@ class GradientExchange:
 
     def _take_round(self, news: list[_News]) -> bool:
         """Tell other ranks the news, and add the chunks that are then complete. Returns whether any rank had news, or
-        read gradients of the last round."""
+        has read gradients of the last round."""
         told = self._lane.agree("gradients", json.dumps(news).encode() if news else b"")
         read, self._read = self._read, []
         self._release_all(read)
@@ -532,8 +531,8 @@ class GradientExchange:
             first = first_of.setdefault(self.ranks.of_rank(rank).node, rank)
             if parts[first].is_on_device != part.is_on_device:
                 raise RanksDisagreeError(
-                    f"of the gradients of chunk {key}, one of rank {first} and rank {rank} is on the device and the "
-                    "other in RAM; call the same number of backwards on all ranks, or set transport to host"
+                    f"only one of ranks {first} and {rank} has its gradient of chunk {key} on the device, and the "
+                    "other has it in RAM; call the same number of backwards on all ranks, or set transport to host"
                 )
             if (parts[first].numel, parts[first].dtype) != (part.numel, part.dtype):
                 raise RanksDisagreeError(
@@ -543,7 +542,7 @@ class GradientExchange:
 
 
 def _by_node(parts: _Told, num_local: int) -> dict[int, PartsOfNode]:
-    """Return the gradients of each node that has some, in the order of nodes."""
+    """Return the gradients by node, in the order of nodes. Only nodes with a gradient are included."""
     of_nodes: dict[int, list[_ToldPart]] = defaultdict(list)
     for rank, part in parts.items():
         of_nodes[rank // num_local].append(part)

@@ -1,9 +1,9 @@
 """Adds the sums of a chunk's gradient of several nodes, at the rank that owns the chunk.
 
-On each node one rank, the chunk's collector, has the node's sum. The collectors exchange it piece by piece. The owner
-has a piece of all nodes when it adds them in their order. Pieces of chunks with different owners go in one exchange, so
-links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If only rows of a
-table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
+On each node one rank, the chunk's collector, has the node's sum. The collectors exchange it piece by piece. When the
+owner has a piece of all nodes, it adds them in the order of nodes. Pieces of chunks with different owners go in one
+exchange, so links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If only
+rows of a table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Piece(NamedTuple):
     start: int
     stop: int
     slot: int
-    """Index of the exchange among those in transit."""
+    """Index of the exchange among the exchanges in transit."""
 
 
 class NodeSums:
@@ -252,7 +252,7 @@ class NodeSums:
         return parts[0] if isinstance(parts[0], Tensor) else parts[0].decoded()
 
     def _sizes(self, piece: _Piece, own: int) -> list[int]:
-        """Return the bytes of a piece, by node. Nodes tell each other only sizes of rows; ``own`` is this node's."""
+        """Return the bytes of a piece, by node. Nodes exchange only sizes of rows. ``own``: the size on this node."""
         chunk, start, stop, _ = piece
         if chunk.key in self._rows:
             return [int.from_bytes(told, "little") for told in self._lane.agree(_WHAT, own.to_bytes(8, "little"))]

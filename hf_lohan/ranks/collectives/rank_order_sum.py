@@ -1,7 +1,7 @@
 """Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival.
 
-Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. Or devices send them to
-the device of their chunk's owner, which adds them."""
+Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. With NCCL, devices send
+gradients to the device of their chunk's owner, which adds them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def part_of_gradient(gradient: Gradient | NodeSum, start: int, stop: int) -> Gra
 
 
 def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
-    """Do as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
+    """Same as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if len(exact) == len(parts):
         return sum_in_rank_order_(out, exact, num_ranks)
@@ -185,7 +185,7 @@ def _decode_and_add(out: Tensor, tiles: Sequence[CodedValues], num_ranks: int) -
 
 def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
     """Raise ValueError if writing a tile of `out` overwrites later elements of `part`."""
-    # Element i of `out` ends at byte 4 (i + 1). No element of `part` after i may begin before that.
+    # Element i of `out` ends at byte 4 (i + 1). Later elements of `part` may not begin before this byte.
     offset = part.data_ptr() - out.data_ptr()
     if offset < (out.itemsize - part.itemsize) * out.numel():
         raise ValueError(
@@ -195,9 +195,9 @@ def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
 
 
 class DeviceSums:
-    """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If that rank owns
-    the chunk, it copies the sum to host memory; otherwise it keeps the sum for the owner on another node. One thread of
-    each rank uses it."""
+    """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If this collector
+    owns the chunk, it copies the sum to host memory. If not, it keeps the sum for the owner on another node. One thread
+    of each rank uses it."""
 
     def __init__(self, device: Device, lane: DeviceLane, ranks: Ranks, buffer_bytes: int) -> None:
         """``buffer_bytes``: bytes of the largest chunk's gradient in float32."""
@@ -222,12 +222,12 @@ class DeviceSums:
         place: Tensor | None,
         gaps: Sequence[tuple[int, int]],
     ) -> NodeSum | None:
-        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that it
-        collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector. ``parts``:
-        the gradients by local rank, in their order. This rank's own gradients are complete in memory of its device.
-        ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the ranges of
-        the chunk that are zero, and that no rank sends. If a rank of another node owns the chunk, returns the sum,
-        which is valid until the next call. In this case the gradient of a single rank is not scaled."""
+        """Send this rank's gradients of chunks that other ranks collect, and add all gradients of the chunk that this
+        rank collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector.
+        ``parts``: the gradients by local rank, in their order. This rank's own gradients are complete in memory of its
+        device. ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted. ``gaps``: the
+        ranges of the chunk that are zero, and that no rank sends. If a rank of another node owns the chunk, returns the
+        sum, which is valid until the next call. In this case the gradient of a single rank is not scaled."""
         receives: list[tuple[int, Gradient]] = []
         values = [self._room_for(part, member, receives) for member, part in parts]
         total = self._total[: numel_of(values[0]) if values else 0]
@@ -259,7 +259,7 @@ class DeviceSums:
         self._lane.close()
 
     def _room_for(self, part: Gradient | ValuesOnDevice, member: int, receives: list[tuple[int, Gradient]]) -> Gradient:
-        """Return a gradient of this rank, or memory for one that another rank sends, and note it in ``receives``."""
+        """Return a gradient of this rank, or memory for another rank's gradient, which is noted in ``receives``."""
         if not isinstance(part, ValuesOnDevice):
             return part
         memory = self._received[len(receives)][: part.num_values * part.dtype.itemsize].view(part.dtype)
@@ -279,7 +279,7 @@ def _as_bytes(gradients: Sequence[tuple[int, Gradient]]) -> list[tuple[int, Tens
 
 
 def add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
-    """Do as `sum_gradients_` in device memory. All parts are coded or none, and none shares memory with ``out``."""
+    """Same as `sum_gradients_`, in device memory. All parts are coded or none, and none shares memory with ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if exact:
         sum_in_rank_order_(out, exact, num_ranks, scratch)

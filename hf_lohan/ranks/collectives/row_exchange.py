@@ -11,7 +11,7 @@ Only computing threads use these lanes, and between two exchanges of a call they
 turns of `lent_experts`, which also have one order on all ranks. So no wait is circular.
 
 A recomputation may be needed by some ranks only, because a rank may have kept its output. Ranks that are already in the
-backward of the layer take part in the recomputation first, without rows, and then come to their own call again.
+backward of the layer take part in the recomputation first, without rows, and then continue with their own call.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RowExchange:
 
     def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
         """Meet all other ranks. Returns the call that runs now, and the parts of the ranks that have rows in it. The
-        call is ``own.call``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises
+        call is ``own.call``, or an earlier recomputation of others. ``what`` names the rows for errors. Raises
         RanksDisagreeError if a rank is in another call."""
         numbers = (own.call.layer, own.call.kind, own.call.forward, own.flags, *own.num_rows)
         told = self._all.agree(what, struct.pack(f"<{len(numbers)}i", *numbers))

@@ -14,7 +14,7 @@ class RowLinks:
     """One rank's lane to the others that have tokens of the same rows."""
 
     def __init__(self, links: Links, num_ranks: int) -> None:
-        """``num_ranks``: number of ranks of a row, a divisor of that of a node. All ranks of a row call this."""
+        """``num_ranks``: number of ranks of a row. It divides the ranks of a node. All ranks of a row call this."""
         place = links.ranks.local_rank % num_ranks
         first = links.ranks.rank - place
         self.ranks = Ranks(place, num_ranks, place, num_ranks)

@@ -132,7 +132,7 @@ def _apply_chunk(weights: _Patterns, row: list[int], content: _Bytes) -> bool:
         return True
     ends = np.cumsum([-(-len(weights) // 8), -(-changed // 8), -(-changed // 8), num_small])
     bits, follow_bits, second_bits, small, wide = np.split(content, ends)
-    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # bytes would be slow
+    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # bool, because bytes are slower
     follows = np.unpackbits(follow_bits, count=changed).view(np.bool_)
     second = np.unpackbits(second_bits, count=changed)
     is_wide = second[follows].view(np.bool_)

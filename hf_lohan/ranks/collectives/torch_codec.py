@@ -39,8 +39,7 @@ def dequantize_(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, 
 def dequantize_sum_(
     codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, values: Tensor
 ) -> None:
-    """Add the values of all codes in the order of the codes, and write the sum. Each value is multiplied by ``factor``
-    before it is added."""
+    """Write the sum of the values of all codes, each multiplied by ``factor`` first, in the order of the codes."""
     total, part, upper = (_scratch(values, values.numel(), block_numel) for _ in range(3))
     for start, stop in _tiles(values, values.numel()):
         blocks = _blocks_of(total, stop - start, block_numel)

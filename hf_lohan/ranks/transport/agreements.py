@@ -1,4 +1,4 @@
-"""Decisions that all ranks make together on the end of a step, and on which commits count.
+"""Decisions that all ranks make together: how a step ends, and which commits count.
 
 *A step* ends with one small exchange after its last backward. Each rank sends its norms of gradients, whether it
 applies or drops the gradients, whether the next step is to be committed, whether it was asked to end the run, and a
@@ -7,9 +7,9 @@ whether the step is skipped. Ranks whose hyperparameters differ end with an erro
 
 *A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
 because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
-waits for this. It comes a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank has
-begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit that
-all of them have. At most one commit is lost, and no rank coordinates.
+waits for this agreement. It is a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank
+has begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit
+that all of them have. At most one commit is lost, and no rank coordinates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END_OF_STEP = "the end of the step"
 """Tag of the exchange at the end of a step, for errors of ranks that do different things."""
 _DROPS, _COMMITS_NEXT, _ENDS_RUN = 1, 2, 4
 _NO_COMMIT = ("", 0)
-"""The commit of a rank that has none, and the commit before a rank's first."""
+"""The commit of a rank without commits, and the commit before a rank's first commit."""
 
 
 class StepAgreement:
@@ -41,7 +41,7 @@ class StepAgreement:
         self._requests_commit = False
         self._ends_run = False
         self.commits_next: bool | None = None
-        """Whether the step after the last applied one is committed, because all ranks requested it; None before the
+        """Whether the step after the last applied step is committed, because all ranks requested it; None before the
         first applied step."""
 
     def compare_settings(self, settings: Callable[[], NamedValues]) -> None:
@@ -53,7 +53,7 @@ class StepAgreement:
         self._requests_end = True
 
     def request_commit(self, is_wanted: bool) -> None:
-        """Set whether this rank requests a commit of the step after the one in progress."""
+        """Set whether this rank requests a commit of the step after the step in progress."""
         self._requests_commit = is_wanted
 
     @property
@@ -168,7 +168,7 @@ class CommitAgreement:
 
     def announce_commit(self, number: int) -> None:
         """Tell the other ranks that this rank's commit is durable. Does not wait. Call it only after `wait_for_commit`
-        of the commit before this one."""
+        of the previous commit."""
         if number > self._announced:
             self._announced = number
             self._others_follow = self._lane.begin_agree("all ranks to have the commit", number.to_bytes(8, "little"))

@@ -158,7 +158,7 @@ def _carry_out(device: Device, tasks: SimpleQueue[_Work | None]) -> None:
     device.enter_thread()
     while (work := tasks.get()) is not None:
         work.carry_out()
-        del work  # frees its memory before the next operation comes
+        del work  # frees its memory before the next operation
 
 
 @dataclass(frozen=True)

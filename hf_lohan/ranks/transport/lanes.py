@@ -1,10 +1,10 @@
 """A lane is a process group of gloo in which one thread of each rank begins collectives, so these have one order on all
 ranks. Another thread may wait for their ends.
 
-All operations are collectives. If `Work.wait(timeout)` of a collective times out, it only raises, and the work goes on.
-So a wait is cut into slices, and `Watch` is asked between them. With gloo's `send` and `recv`, a wait that times out
-closes all connections of the group. After a failure a group is never destroyed. gloo does not wake a transfer that was
-half done when its peer died, and the destructor would wait for it, or abort the process.
+All operations are collectives. If `Work.wait(timeout)` of a collective times out, it only raises, and the work
+continues. So a wait is cut into slices, and `Watch` is asked between them. With gloo's `send` and `recv`, a wait that
+times out closes all connections of the group. After a failure a group is never destroyed. gloo does not wake a transfer
+that was half done when its peer died, and the destructor would wait for it, or abort the process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RankLane:
         self.place = self.members.index(watch.ranks.rank)
         """Index of this rank among the members."""
         self.sent_bytes = 0
-        """Bytes of payloads for other ranks, without those of `agree`."""
+        """Bytes of payloads for other ranks, except in `agree`."""
         self.agreed_bytes = 0
         """Bytes of payloads of `agree` for other ranks."""
         self.waited_s: dict[int, float] = defaultdict(float)
@@ -153,7 +153,7 @@ class RankLane:
         if not work.is_completed():
             return False
         try:
-            work.wait(_SLICE)  # it may have ended well since the first wait ran out
+            work.wait(_SLICE)  # the work may have ended well since the first wait timed out
         except RuntimeError as error:
             self._raise_if_over(what)
             self._watch.raise_cause(what, error, self.members)
@@ -211,7 +211,7 @@ class RankLane:
         return finish
 
     def _count_wait(self, waits_s: Sequence[float], own_s: float) -> None:
-        """Count this rank's wait in the last exchange as a wait for the rank that came last, which waited least."""
+        """Attribute this rank's wait in the last exchange to the rank that waited least, because it entered last."""
         last = min(range(len(waits_s)), key=lambda place: waits_s[place])
         if last != self.place:
             self.waited_s[self.members[last]] += own_s
@@ -235,7 +235,7 @@ class RankLane:
             self.send_to_all(tensor, owner, tag)
 
     def send_to_all(self, tensor: Tensor, owner: int, tag: str) -> None:
-        """Do as `broadcast` for a tensor whose size all members know, and which is not empty."""
+        """Same as `broadcast`, for a tensor that is not empty and whose size all members know."""
         with self._in_use:
             self.finish(self.begin_to_all(tensor, owner, tag))
 
@@ -265,10 +265,10 @@ class RankLane:
         return self.begin(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
 
     def close(self) -> None:
-        """End this rank's waits in the lane. A rank that waits for this one there gets an error. Any thread may call
+        """End this rank's waits in the lane. A rank that waits for this rank there gets an error. Any thread may call
         this."""
         self._is_closed = True
-        # A collective that has not ended here will not end. Other ranks that have begun it wait for this one.
+        # A collective that has not ended here will not end. Other ranks that have begun it wait for this rank.
         unfinished = (number for number, work in self._works if not work.is_completed())
         self._watch.note_position(self.name, next(unfinished, self._number + 1) - 1, "")
         self._watch.note_closed(self.name)

@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = {
 
 
 class Links:
-    """The connections of one rank. Any thread may call its methods, except those of its control lane."""
+    """The connections of one rank. Any thread may call its methods, except methods of its control lane."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Links:
     ) -> None:
         """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
         seconds that a rank may take to connect, or may be idle later while this rank waits for it. ``host``: the
-        address at which other ranks reach this one, by default that of `outgoing_address`. ``exits``: see `Watch`.
+        address at which other ranks reach this rank, by default `outgoing_address`. ``exits``: see `Watch`.
         ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks
         self._owner = Owner()
@@ -113,8 +113,8 @@ class Links:
         stops_compute: bool = False,
         connect: Callable[[Any, int, int], Any] | None = None,
     ) -> RankLane:
-        """Make a lane of ``members``, by default all ranks, together with them. All ranks open their lanes of one name
-        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
+        """Make a lane of ``members``, by default all ranks, together with these ranks. All ranks open their lanes of
+        one name in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
         ``connect(store, place, num_members)`` makes the process group, by default a gloo group. Raises RankFailedError
         and RankTimeoutError."""
         members = list(range(self.ranks.num_ranks)) if members is None else list(members)
@@ -205,8 +205,8 @@ class Links:
             self.watch.announce(failure)
 
     def close(self) -> None:
-        """Leave all lanes. Unless a rank has failed, the other ranks may continue while they do not need this one. Does
-        nothing in a forked process."""
+        """Leave all lanes. Unless a rank has failed, the other ranks may continue while they do not need this rank.
+        Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         self._is_closed = True
@@ -225,7 +225,7 @@ def connect(ranks: Ranks, store: Any, timeout_s: float) -> Links:
         return Links.alone()
     if ranks.local_rank == 0:
         for variable in filter(os.environ.get, _WITHOUT_EFFECT):
-            logger.warning("%s has no effect any more; %s", variable, _WITHOUT_EFFECT[variable])
+            logger.warning("%s no longer has an effect; %s", variable, _WITHOUT_EFFECT[variable])
     number = store.add(f"lohan/calls/{ranks.rank}", 1)
     links = Links(ranks, PrefixStore(f"lohan/{number}", store), timeout_s)
     links.watch.ends_process = True
@@ -241,7 +241,7 @@ def _tell_of_exception(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Tell the other ranks of an exception that ends the main thread. `atexit` comes only after all other threads of
+    """Tell the other ranks of an exception that ends the main thread. `atexit` runs only after all other threads of
     the program have ended, which may be much later."""
     if (links := links_ref()) is not None:
         links.fail(error)
@@ -276,7 +276,7 @@ def one_rank_at_a_time(links: Links, tag: str) -> Iterator[None]:
 
 
 def outgoing_address() -> str:
-    """Return the address at which other nodes reach this one. Raises ValueError if none exists."""
+    """Return the address at which other nodes reach this node. Raises ValueError if none exists."""
     if interface := os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]:
         return _address_of(interface)
     for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # connecting a UDP socket sends nothing
@@ -288,7 +288,7 @@ def outgoing_address() -> str:
             if not address.startswith("127.") and address != "::1":
                 return address
     raise ValueError(
-        f"other nodes cannot reach this one, because it has no network address; set {INTERFACE_VARIABLE} to the "
+        f"other nodes cannot reach this node, because it has no network address; set {INTERFACE_VARIABLE} to the "
         f"network interface to them, one of {', '.join(sorted(psutil.net_if_addrs()))}"
     )
 

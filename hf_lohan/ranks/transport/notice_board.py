@@ -64,7 +64,7 @@ class NoticeBoard:
         self._thread: threading.Thread | None = None
 
     def write_first(self) -> None:
-        """Write the first notice, so that every rank that others have met has one."""
+        """Write the first notice, so that every rank that others have met has a notice."""
         self._write()
 
     def start(self, on_lost: Callable[[RuntimeError], None]) -> None:
@@ -73,7 +73,7 @@ class NoticeBoard:
         self._thread = start_thread(self._run, f"lohan-rank-{self._ranks.rank}-notices", beside_kernels=False)
 
     def tell(self, failure: Failure) -> None:
-        """Tell all ranks the failure that ends the run. All ranks record it, unless an earlier failure was told."""
+        """Tell all ranks the failure that ends the run. All ranks record it, unless an earlier failure is known."""
         self._untold.append(failure)
         self._wake.set()
 
@@ -104,7 +104,7 @@ class NoticeBoard:
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread after its last words."""
+        """End the thread after its last notice."""
         self._is_over = True
         self._wake.set()
         if self._thread is not None:
@@ -152,7 +152,7 @@ class NoticeBoard:
     def _read(self) -> None:
         keys = [f"at/{rank}" for rank in self._ranks.others]
         if not (self.notices or self._store.check(keys)):
-            return  # a rank has not come yet
+            return  # a rank has not written yet
         told = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
         self.read_s = time.monotonic()
         for rank, written in zip(self._ranks.others, told, strict=True):
@@ -169,7 +169,7 @@ class NoticeBoard:
             )
 
     def _end(self) -> None:
-        """Write the last notice, and wait until it is read. The end of this process may lose it or end the store."""
+        """Write the last notice, and wait until it is read. An earlier end may lose it or end the store."""
         self._tell_failures()
         self._write(has_left=not self._failure.is_known)
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -177,7 +177,7 @@ class NoticeBoard:
             time.sleep(0.05)
 
     def _is_heard(self) -> bool:
-        """Return whether no other rank needs this one. After a failure only rank 0, which may have the store, waits."""
+        """Return whether no rank needs this rank. After a failure only rank 0, which may have the store, waits."""
         failure = self._failure.failure
         if failure is not None and self._ranks.rank != 0:
             return True

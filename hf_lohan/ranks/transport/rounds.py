@@ -1,11 +1,11 @@
 """Exchanges that any rank may begin, and that all ranks carry out together, one round after the other.
 
 Each rank has a thread and a lane for them. In a round every rank sends its *head*, with its wish and its progress, and
-then all ranks do the same with all heads. A rank enters a round when its head has changed, or when it waits for others.
-If its own computation waits for other ranks, or has wanted nothing for a while, it enters too, and serves them. So
-ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
+then all ranks do the same work for all heads. A rank enters a round when its head has changed, or when it waits for
+others. If its own computation waits for other ranks, or has wanted nothing for a while, the rank enters too, and serves
+them. So ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
 
-*No wait is circular.* Every rank comes to its next round by itself, because its computation goes on until it wants
+*No wait is circular.* Every rank reaches its next round by itself, because its computation continues until it wants
 something, waits for another rank, runs no pass, or is idle for a while. In all these cases its thread enters.
 """
 
@@ -70,7 +70,7 @@ class Rounds(ABC):
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Serve other ranks for a moment, until all have closed. A rank that waits for this one later gets an error."""
+        """Serve other ranks for a moment, until all have closed. A later wait for this rank raises an error."""
         with self.lock:
             self.is_closed = True
             self.changed.notify_all()

@@ -1,10 +1,10 @@
-"""Finds out which other rank has died, has failed or hangs. All waits of a rank ask it.
+"""Finds out which other rank has died, has failed or hangs, for all waits of a rank.
 
-*A death* on this node is told by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
+*A death* on this node is reported by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
 connections open. A death elsewhere breaks connections, and the rank that gives no more notices has ended. *A failure*
-is written to the launcher's store once. The first one wins, so all ranks name the same cause. *A hang* is found in the
-notices: each rank tells where it is in each lane. A wait that lasts too long follows "who waits for whom" to a rank
-that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
+is written to the launcher's store once. The first failure wins, so all ranks name the same cause. *A hang* is found in
+the notices: each rank gives its position in each lane. A wait that lasts too long follows "who waits for whom" to a
+rank that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hf_lohan.threads import start_thread
 
 _LOOK_S = 0.05
 _ANSWER_S = 0.5
-"""Seconds in which the store answers. If it does not, its node may be gone."""
+"""Seconds in which the store answers. Without an answer, its node may be gone."""
 _VERDICT_S = 2.0
-"""Seconds without a notice after which a rank has ended, if connections broke. Notices come twice a second."""
+"""Seconds without a notice after which a rank has ended, if connections broke. Notices are written twice a second."""
 _CYCLE_S = 3.0
 """Seconds after which computations that wait for each other are taken to be at different calls."""
 _STUCK_S = 1.0
@@ -60,7 +60,7 @@ class Watch:
     ) -> None:
         """``store``: the launcher's store, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds
         that a rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable
-        when the rank has ended, by default those of the other processes of this node. The watch closes them."""
+        when the rank has ended, by default of the other processes of this node. The watch closes them."""
         self.ranks = ranks
         self.timeout_s = timeout_s
         """Seconds that a rank may do nothing while this rank waits for it."""
@@ -86,7 +86,7 @@ class Watch:
         self._idle: set[str] = set()
         """Lanes whose threads beside the computation wait for it."""
         self._closed: list[str] = []
-        """Lanes in which this rank takes part no more."""
+        """Lanes in which this rank no longer takes part."""
         self._num_beats = 0
         self._names: dict[int, str] = {}
         self._is_started = False
@@ -107,7 +107,7 @@ class Watch:
         self._board.start(self._on_lost_store)
 
     def start(self, until_s: float) -> None:
-        """Meet the other ranks. Raises RankTimeoutError if one has not come at ``until_s`` (`time.monotonic`)."""
+        """Meet the other ranks. Raises RankTimeoutError if a rank is missing at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
@@ -155,7 +155,7 @@ class Watch:
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
         """Meet the members of a new lane. Returns their store with its own client, because a wait locks a client."""
         self._members[name] = members
-        self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
+        self._positions[name] = 0, ""  # this also names the members to ranks that are not members
         if stops_compute:
             self._of_compute.add(name)
         self._store.set(f"lane/{name}/{self.ranks.rank}", "1")
@@ -183,10 +183,10 @@ class Watch:
         self, lane: str, *, stops_compute: bool = True, needs: Callable[[], Sequence[int]] = tuple
     ) -> Iterator[None]:
         """A context in which the calling thread waits for a lane. This rank's computation waits too, unless
-        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before the wait ends."""
+        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must run before the wait ends."""
         of_threads = self._waits if stops_compute else self._waits_beside
         lanes, wait = of_threads.setdefault(threading.get_ident(), []), (lane, needs)
-        try:  # an interrupt may come anywhere
+        try:  # an interrupt may occur anywhere
             lanes.append(wait)
             if stops_compute:
                 self.beat()
@@ -230,12 +230,12 @@ class Watch:
             callback()
 
     def beat(self) -> None:
-        """Tell ranks that wait for this one that its computation goes on. Work of threads beside the computation does
-        not count, because they may serve others although the computation hangs."""
+        """Tell ranks that wait for this rank that its computation continues. Work of threads beside the computation
+        does not count, because they may serve others although the computation hangs."""
         self._num_beats += 1
 
     def announce(self, failure: Failure) -> None:
-        """Tell all ranks the failure that ends the run, unless another rank has told an earlier one."""
+        """Tell all ranks the failure that ends the run, unless another rank has told an earlier failure."""
         is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
         text = f"{self.name_of(self.ranks.rank)} failed: {failure.text}" if is_own else failure.text
         self._board.tell(Failure(failure.rank, text))
@@ -274,11 +274,11 @@ class Watch:
             if now_s - since_s > min(_CYCLE_S, self.timeout_s):
                 self._judge_long_wait(tables, lane, what, now_s - since_s)
         if now_s - since_s > self.timeout_s and now_s - self._board.looked_s > self.timeout_s:
-            self._raise_silent(0, what)  # its node has the store, which does not answer
+            self._raise_silent(0, what)  # the node of rank 0 has the store, which does not answer
 
     def _judge_long_wait(self, tables: Mapping[int, Table], lane: str, what: str, waited_s: float) -> None:
         for rank in self._late(tables, lane, self.ranks.rank):
-            if lane in tables[rank]["closed"]:  # and no rank has told another cause meanwhile
+            if lane in tables[rank]["closed"]:  # and no rank has reported another cause meanwhile
                 text = f"{self.name_of(rank)} had closed its model while rank {self.ranks.rank} waited for {what}"
                 raise RankFailedError(text, rank)
         path, cycle, is_sure = self._follow(tables, lane)
@@ -297,7 +297,7 @@ class Watch:
             stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > patience_s]
             if path[1:]:
                 concerned = [next((rank for rank in cycle if not calls[rank]), path[-1])]
-            else:  # all have begun, and the bytes of one do not arrive
+            else:  # all ranks have begun, and bytes of one rank do not arrive
                 members = set(self._members[lane]) - {self.ranks.rank}
                 concerned = sorted(members, key=self.ranks.on_this_node.__contains__)
             if stopped or all(self._board.unchanged_s(rank) > self.timeout_s for rank in concerned):
@@ -318,13 +318,13 @@ class Watch:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            # A late thread beside the computation has its own waits. Those of the computation do not matter.
+            # A late thread beside the computation has its own waits. The waits of the computation do not matter.
             lanes = [name for name, _ in of_next["waits"]] if is_of_compute else of_next["beside"].get(lane, [])
             needs = [rank for _, of in of_next["waits"] for rank in of] if is_of_compute else []
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
         """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Other ranks may be ahead
-        of it, and it does not wait for them."""
+        of ``rank``, which does not wait for them."""
         numbers = {member: table["at"][lane][0] for member, table in tables.items() if lane in table["at"]}
         return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 
@@ -356,7 +356,7 @@ class Watch:
 
     def _silent_text(self, rank: int, seconds: float, what: str) -> str:
         return (
-            f"{self.name_of(rank)} said nothing for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
+            f"{self.name_of(rank)} was silent for {seconds:g} s while rank {self.ranks.rank} waited for {what}; find "
             "out what it does (py-spy dump)"
         )
 
@@ -394,13 +394,13 @@ class Watch:
             silent = max(members, key=self._board.silent_s)
             silent_s = self._board.silent_s(silent)
             if silent_s > _VERDICT_S:
-                # The kernel tells the end of a process of this node. A silent process without this end is stopped.
+                # The kernel reports the end of a process of this node. A silent process that has not ended is stopped.
                 is_stopped = silent in (self._exits or {})
                 ended = f"{self.name_of(silent)} ended"
                 self._settle(silent, self._silent_text(silent, round(silent_s), what) if is_stopped else ended)
 
     def _on_lost_store(self, error: RuntimeError) -> None:
-        """The process of rank 0 may have had the store. If it ends well, other ranks may continue without it."""
+        """The process of rank 0 may have had the store. If rank 0 ends well, other ranks may continue without it."""
         if self._board.has_left(0):
             return
         fd = (self._exits or {}).get(0)

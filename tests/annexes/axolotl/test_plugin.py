@@ -93,7 +93,7 @@ def test_the_section_is_in_the_configuration(plugins: Any) -> None:
 
 REFUSALS = [
     ({"lohan": {"cpu_memroy": "8GiB"}}, "cpu_memroy"),
-    ({"lohan": 3}, "lohan: 3 is no offload configuration"),
+    ({"lohan": 3}, "lohan: 3 is not an offload configuration"),
     ({"rl": "dpo"}, "use the trainers of hf_lohan.trl"),
     ({"adapter": "llama-adapter"}, "write adapter: lora or qlora"),
     ({"load_in_4bit": True, "adapter": "lora"}, "load_in_4bit: True is for adapter: qlora"),

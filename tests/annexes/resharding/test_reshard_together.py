@@ -95,7 +95,7 @@ def test_damage_on_the_way_to_another_machine_is_named(
 
     with monkeypatch.context() as patch:
         patch.setattr(together_module, "_hand_over", damaging)
-        with pytest.raises(CorruptionError, match=r"param of .* changed on the way from rank 0 to rank 1"):
+        with pytest.raises(CorruptionError, match=r"param of .* changed in transit from rank 0 to rank 1"):
             reshard_to(2, lambda rank: [drives[rank]])
     found = reshard_to(2, lambda rank: [drives[rank]])
     assert found[0][0].state == "reshardable"

@@ -235,7 +235,7 @@ def test_half_a_model_in_the_cache_is_refused_offline(load_streamed: Load, cache
     snapshot = lay(cache, published)
     (snapshot / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
     sorted(snapshot.glob("model-*.safetensors"))[1].unlink()
-    with pytest.raises(ValueError, match=r"only in part in the Hub's cache \(model-.* is missing\).*hf download owner"):
+    with pytest.raises(ValueError, match=r"incomplete in the Hub's cache \(model-.* is missing\).*hf download owner"):
         load_streamed(NAME)
 
 

@@ -132,7 +132,7 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "other.json").write_text("{}")
     for path, message in (
         (tmp_path / "empty", "has no config.json"),
-        (tmp_path / "missing", "is not a checkpoint folder; give the path of one, or the name of a model in the Hub"),
+        (tmp_path / "missing", "is not a checkpoint folder; give such a folder, or the name of a model in the Hub"),
         (tmp_path / "other.json", "has no model config"),
         ("models/nope", r"'models/nope' is not a folder here, .* run `hf download models/nope`"),
     ):

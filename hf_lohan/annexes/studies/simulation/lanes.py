@@ -29,7 +29,7 @@ class LaneRules:
     mixed_lane: str = NO_LANE
     """The lane of the drives."""
     mixed_factor: float = 1.0
-    """Factor by which a read takes longer if a write waits, and the reverse, because the drives then do both."""
+    """Factor by which a read takes longer if a write waits, or a write if a read waits: the drives then do both."""
     looks_ahead: bool = False
     """Whether the drives choose their next task before the running task ends, because each I/O thread holds a task."""
 

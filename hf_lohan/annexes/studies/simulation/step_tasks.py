@@ -1,7 +1,7 @@
 """Makes tasks from the steps of a plan, with the order and the limits of a run.
 
-The limits are slots, the number of layers that are fetched ahead or leaving, chunks of states, buffers of gradients,
-and the order in which the drives take requests.
+The limits are the numbers of slots, of layers that are fetched ahead or leave, of chunks of states and of buffers of
+gradients, and the order in which the drives take requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_lohan.costs.step.expert_costs import ROUTER_SYNC_S
 
 COMPUTE, H2D, D2H, SSD, CPU, HASH = "compute", "h2d", "d2h", "ssd", "cpu", "hash"
 _URGENT, _SOON, _ANY_TIME = 0, 1, 2
-"""Urgency on the drives, as in a run: of weights, of other reads, and of writes."""
+"""Urgency of requests to drives, as in a run: weights first, then other reads, then writes."""
 _STAGING_BUFFERS = 4
 """Number of buffers through which activations move to and from the drives."""
 DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, SizeClass.RESIDENT: 1 << 20}
@@ -32,7 +32,7 @@ DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, Si
 _DEFAULT_BUFFER_BYTES = 4 * MAX_CHUNK_NUMEL
 _MOST_PIECES = 8
 _ADDED_BYTES, _UPDATED_BYTES = 12, 28
-"""Bytes that are moved in RAM to add a gradient to a sum, and by an update. The ratio gives the rate of sums."""
+"""Bytes that are moved in RAM to add a gradient to a sum, and by an update. Their ratio gives the rate of sums."""
 _PIECES_OF_A_PASS = 3000
 """Approximate maximum of pieces in a step. With many blocks each has fewer pieces, so that a simulation stays short."""
 _EXPERT_PARTS = 4
@@ -72,7 +72,7 @@ class StepTasks:
         self._is_copied = not hardware.device.shares_cpu
         num_passes = 2 * setup.num_micro_batches * max(1, len(model.blocks))
         self.is_coarse = False
-        """Whether pieces are larger than those of a run."""
+        """Whether pieces are larger than in a run."""
         self._most_pieces = max(1, min(_MOST_PIECES, _PIECES_OF_A_PASS // num_passes))
         pools = setup.pools
         self._slots: Mapping[SizeClass, int] = DEFAULT_SLOTS if pools is None else pools.num_slots
@@ -136,7 +136,7 @@ class StepTasks:
             self._release(held_chunks, self._begin)
 
     def _commit(self) -> None:
-        """If the step is committed, let the update thread wait until everything is written."""
+        """If the step is committed, make the update thread wait until everything is written."""
         if self._setup.committed_fraction:
             self._worker = self.graph.add(NO_LANE, 0.0, [*self._step_writes, *self._cpu_tasks[-1:]], name="commit")
         elif self._cpu_tasks:
