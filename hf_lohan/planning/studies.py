@@ -16,7 +16,7 @@ class PlanStudies:
     """Studies nothing. The annex has a subclass."""
 
     def choose_solver(self, planned: Any, *, compares: bool = False) -> OffloadPlan:
-        """Return the plan of a `PlannedStep` (Algorithm 1), or the plan of another solver, with the results of all tried
+        """Return the plan of a `PlannedStep` (Algorithm 1), or that of another solver, with the results of all tried
         solvers. ``compares``: try all solvers."""
         plan: OffloadPlan = planned.plan
         return plan
