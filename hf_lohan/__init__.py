@@ -31,24 +31,6 @@ try:
 except metadata.PackageNotFoundError:  # a clone that is on the path, and was not installed
     __version__ = "0+unknown"
 
-_HOMES = {
-    "Accelerator": "hf_lohan.huggingface",
-    "ConfigError": "hf_lohan.config",
-    "LohanArguments": "hf_lohan.huggingface",
-    "LohanPlugin": "hf_lohan.huggingface",
-    "OffloadAdamW": "hf_lohan.optim",
-    "OffloadConfig": "hf_lohan.config",
-    "OffloadTrainerMixin": "hf_lohan.huggingface",
-    "Trainer": "hf_lohan.huggingface",
-    "TrainingArguments": "hf_lohan.huggingface",
-    "engine_of": "hf_lohan.huggingface",
-    "from_pretrained": "hf_lohan.huggingface",
-    "gathered_parameters": "hf_lohan.absent",
-    "last_step": "hf_lohan.huggingface",
-    "load_for_generation": "hf_lohan.huggingface",
-    "merge": "hf_lohan.huggingface",
-}
-
 __all__ = [
     "Accelerator",
     "ConfigError",
@@ -66,12 +48,14 @@ __all__ = [
     "load_for_generation",
     "merge",
 ]
+_HOMES = {"ConfigError": "config", "OffloadAdamW": "optim", "OffloadConfig": "config", "gathered_parameters": "absent"}
+"""The rooms of these names. All others are of `huggingface`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'huggingface')}"), name)
 
 
 def __dir__() -> list[str]:

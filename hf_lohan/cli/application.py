@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,12 +23,23 @@ _GENERATION_STORES = Path("lohan_generate")
 
 
 class _Commands(TyperGroup):
-    """Lists each command with its whole help text. click would cut the text to one line."""
+    """Runs the commands, and lists each with its whole help text. click would cut the text to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, command.get_short_help_str(_ANY_LENGTH)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Print errors that the user can fix as one line on stderr, and exit with status 2."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError, RuntimeError) as error:
+            # `StoreInUseError` is not imported here, because that imports torch, and `--help` needs no torch.
+            if isinstance(error, RuntimeError) and type(error).__name__ != "StoreInUseError":
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(
@@ -51,18 +60,6 @@ _AS_GIVEN = {
 }
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print errors that the user can fix as one line on stderr, and exit with status 2."""
-    from hf_lohan.files import StoreInUseError
-
-    try:
-        yield
-    except (ValueError, OSError, StoreInUseError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
-
-
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"lohan {hf_lohan.__version__}")
@@ -81,10 +78,9 @@ def lohan(
 @app.command("launch", context_settings=_AS_GIVEN)
 def launch_command(context: typer.Context) -> None:
     """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
-    with one_line_errors():
-        from hf_lohan.huggingface.launch import launch_script
+    from hf_lohan.huggingface.launch import launch_script
 
-        raise typer.Exit(launch_script(context.args))
+    raise typer.Exit(launch_script(context.args))
 
 
 @app.command()
@@ -103,27 +99,25 @@ def config(
     """Print a config file with the settings that a run would use on this machine. Every auto is resolved."""
     answers = {"model": model, "card": card, "ram": ram, "drives": drives}
     if ask or any(answer is not None for answer in answers.values()):
-        with one_line_errors():
-            _ask(answers, output)
+        _ask(answers, output)
         return
-    with one_line_errors():
-        from hf_lohan.config import OffloadConfig
+    from hf_lohan.config import OffloadConfig
 
-        asked = OffloadConfig.load(offload)
-        import yaml  # after the quick checks
+    asked = OffloadConfig.load(offload)
+    import yaml  # after the quick checks
 
-        from hf_lohan.device import default_torch_device, device_for
-        from hf_lohan.planning.layout import resolved_here
+    from hf_lohan.device import default_torch_device, device_for
+    from hf_lohan.planning.layout import resolved_here
 
-        resolved = resolved_here(asked, device_for(default_torch_device()), "auto")
-        # "auto" is a folder in a run's output directory, which is not known here.
-        settings = {**resolved.to_dict(), "ssd": asked.to_dict()["ssd"]}
-        if as_json:
-            typer.echo(json.dumps(settings, indent=2))
-            return
-        if settings["ssd"] == "auto":
-            typer.echo("# ssd: auto is the folder _lohan/store in the run's output directory")
-        typer.echo(yaml.safe_dump(settings, sort_keys=False), nl=False)
+    resolved = resolved_here(asked, device_for(default_torch_device()), "auto")
+    # "auto" is a folder in a run's output directory, which is not known here.
+    settings = {**resolved.to_dict(), "ssd": asked.to_dict()["ssd"]}
+    if as_json:
+        typer.echo(json.dumps(settings, indent=2))
+        return
+    if settings["ssd"] == "auto":
+        typer.echo("# ssd: auto is the folder _lohan/store in the run's output directory")
+    typer.echo(yaml.safe_dump(settings, sort_keys=False), nl=False)
 
 
 def _has_terminal() -> bool:
@@ -167,14 +161,12 @@ def doctor(
     output: Annotated[str | None, typer.Option(metavar="H.yaml", help="Also write the measured profile.")] = None,
 ) -> None:
     """Check this machine and its drives, and suggest improvements."""
-    with one_line_errors():
-        from hf_lohan.cli.doctor import run_doctor
+    from hf_lohan.cli.doctor import run_doctor
 
-        run_doctor(offload, as_json=as_json, measure=measure, measure_again=no_cache, output=output)
+    run_doctor(offload, as_json=as_json, measure=measure, measure_again=no_cache, output=output)
 
 
 @app.command()
-@one_line_errors()
 @with_request("batch_size")
 def plan(
     request: PlanRequest,
@@ -196,7 +188,6 @@ def plan(
 
 
 @app.command()
-@one_line_errors()
 @with_request()
 def estimate(
     request: PlanRequest,
@@ -234,44 +225,42 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither on the device nor in RAM are read from the drives for each token."""
-    with one_line_errors():
-        from hf_lohan.huggingface.launch import launch_lohan
+    from hf_lohan.huggingface.launch import launch_lohan
 
-        options = {name: value for name, value in context.params.items() if name not in ("model", "num_processes")}
-        flags = ["--trust-remote-code"] if options.pop("trust_remote_code") else []
-        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-        status = launch_lohan(num_processes, ["generate", model, *given, *flags])
-        if status is not None:
-            raise typer.Exit(status)
-    with one_line_errors():
-        from hf_lohan.config import OffloadConfig
-        from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
+    options = {name: value for name, value in context.params.items() if name not in ("model", "num_processes")}
+    flags = ["--trust-remote-code"] if options.pop("trust_remote_code") else []
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    status = launch_lohan(num_processes, ["generate", model, *given, *flags])
+    if status is not None:
+        raise typer.Exit(status)
+    from hf_lohan.config import OffloadConfig
+    from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
 
-        request = TextRequest(
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            num_beams=num_beams,
-        )
-        settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
-        loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
-        default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
-        figures = generate_text(
-            model,
-            request,
-            loaded,
-            write=_write,
-            default_ssd_path=default_ssd_path,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        if int(os.environ.get("RANK", "0")):
-            return
-        typer.echo()
-        for line in generation_summary(figures):
-            typer.echo(line, err=True)
+    request = TextRequest(
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        num_beams=num_beams,
+    )
+    settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
+    loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
+    default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
+    figures = generate_text(
+        model,
+        request,
+        loaded,
+        write=_write,
+        default_ssd_path=default_ssd_path,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if int(os.environ.get("RANK", "0")):
+        return
+    typer.echo()
+    for line in generation_summary(figures):
+        typer.echo(line, err=True)
 
 
 def _write(text: str) -> None:
@@ -313,10 +302,9 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run: speed, waits, bytes moved and memory used."""
-    with one_line_errors():
-        from hf_lohan.report import write_report
+    from hf_lohan.report import write_report
 
-        typer.echo(f"wrote {write_report(run, output)}")
+    typer.echo(f"wrote {write_report(run, output)}")
 
 
 @app.command("export")
@@ -328,11 +316,10 @@ def export_command(
     ] = "auto",
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
-    with one_line_errors():
-        from hf_lohan.huggingface.models.export import export_model
+    from hf_lohan.huggingface.models.export import export_model
 
-        step = export_model(run, out, dtype)
-        typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
+    step = export_model(run, out, dtype)
+    typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 
 @app.command("merge")
@@ -347,9 +334,8 @@ def merge_command(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Merge a saved PEFT adapter into a base model, a weight at a time, and write a plain Hugging Face model."""
-    with one_line_errors():
-        hf_lohan.merge(adapter, base, out, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-        typer.echo(f"wrote {out}")
+    hf_lohan.merge(adapter, base, out, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    typer.echo(f"wrote {out}")
 
 
 @app.command("reshard")
@@ -367,11 +353,10 @@ def reshard_command(
     nodes: Annotated[int | None, typer.Option(metavar="Y", help="With --balance: number of nodes.")] = None,
 ) -> None:
     """Copy the last committed step of a run into new stores, for another number of ranks. The old stores stay."""
-    with one_line_errors():
-        from hf_lohan.checkpoint.generations import resharding_for
+    from hf_lohan.checkpoint.generations import resharding_for
 
-        reshard_stores = resharding_for("lohan reshard").reshard_stores
-        reshard_stores(stores, ranks, removes_old=remove_old, balances=balance, num_nodes=nodes)
+    reshard_stores = resharding_for("lohan reshard").reshard_stores
+    reshard_stores(stores, ranks, removes_old=remove_old, balances=balance, num_nodes=nodes)
 
 
 @app.command()
@@ -381,7 +366,6 @@ def verify(
     ],
 ) -> None:
     """Read all committed data of a store and check every checksum. The exit status is 1 if a checksum is wrong."""
-    with one_line_errors():
-        from hf_lohan.cli.stores import verify_stores
+    from hf_lohan.cli.stores import verify_stores
 
-        raise typer.Exit(0 if verify_stores(stores) else 1)
+    raise typer.Exit(0 if verify_stores(stores) else 1)

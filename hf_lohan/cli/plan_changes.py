@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run, positions_of
-from hf_lohan.costs import ONE_MORE_SSD, BudgetError, HardwareProfile, drive_life, one_more_ssd, with_changed
+from hf_lohan.costs import (
+    BudgetError,
+    HardwareProfile,
+    better_hardware,
+    drive_life,
+    one_more_ssd,
+    plan_offload,
+    with_changed,
+)
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import MeasuringEffort
 from hf_lohan.hardware.cpu_rates import optimizer_params_per_s
@@ -20,7 +28,7 @@ from hf_lohan.planning.studies import plan_studies
 from hf_lohan.planning.wear import smaller_states
 from hf_lohan.wording import format_bytes, states_setting
 
-WORTH_IT = 1.01
+_WORTH_IT = 1.01
 """Smaller speedups are not printed."""
 _MOST_TIMES_THE_BATCH = 256
 
@@ -47,13 +55,27 @@ class NearestChange:
 def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
     """Try more tokens per step, twice the RAM and one more drive. Return the changes that make the run faster. The best
     is first."""
+    return _helpful(planned, _changed(planned))
+
+
+def faster_parts(planned: PlannedRun) -> list[NearestChange]:
+    """Try a faster CPU, a faster device and so on, as `nearest_changes` does. The layout stays, with its slots and
+    buffers."""
+    better = better_hardware(planned.hardware, planned.setup)
+    plans = ((what, on, setup, plan_offload(planned.profile, on, setup)) for what, on, setup in better)
+    return _helpful(
+        planned, ((what, replace(planned, hardware=on, setup=setup, plan=plan)) for what, on, setup, plan in plans)
+    )
+
+
+def _helpful(planned: PlannedRun, changed: Iterable[tuple[str, PlannedRun]]) -> list[NearestChange]:
     now = planned.plan.prediction.tokens_per_s
     changes = [
-        NearestChange(description, changed, changed.plan.prediction.tokens_per_s / now)
-        for description, changed in _changed(planned)
-        if changed.plan.fits
+        NearestChange(description, other, other.plan.prediction.tokens_per_s / now)
+        for description, other in changed
+        if other.plan.fits
     ]
-    helpful = [change for change in changes if change.times_faster >= WORTH_IT]
+    helpful = [change for change in changes if change.times_faster >= _WORTH_IT]
     return sorted(helpful, key=lambda change: -change.times_faster)
 
 
@@ -164,7 +186,7 @@ def _changed(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     cpu = with_changed(hardware.cpu, lambda value: 2 * value, "memory_bytes")
     more_ram = OtherMachine(replace(hardware, cpu=cpu), ram_factor=2)
     yield f"twice the RAM ({format_bytes(cpu.memory_bytes)})", plan_run(request, more_ram)
-    yield ONE_MORE_SSD, plan_run(request, OtherMachine(one_more_ssd(hardware)))
+    yield "one more SSD like the first", plan_run(request, OtherMachine(one_more_ssd(hardware)))
 
 
 def _with_more_tokens(planned: PlannedRun) -> PlannedRun | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_lohan.config.values import check_collectives
 from hf_lohan.costs import (
     Cluster,
     Collectives,
@@ -18,7 +19,6 @@ from hf_lohan.costs import (
     all_ways,
     balanced_experts,
 )
-from hf_lohan.costs.collectives import COLLECTIVE_VALUES
 from hf_lohan.costs.model_profile import ExpertsProfile
 from hf_lohan.costs.step.expert_costs import most_loaded
 from hf_lohan.device import LinkKind
@@ -134,15 +134,11 @@ def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
         return None
     if text == "quantized":
         return all_ways()
-    words = [] if text == "exact" else text.split(",")
-    values = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
-    is_number = values.get("backward", "").isdecimal()
-    words_given = {key: value for key, value in values.items() if not (is_number and key == "backward")}
-    if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in words_given.items()):
-        allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in COLLECTIVE_VALUES.items())
-        raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {allowed}")
-    settings: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in values.items()}
-    return Collectives.of_setting(settings).open_ways()
+    setting: Any = text
+    if "=" in text:
+        values = ((key.strip(), value.strip()) for key, _, value in (word.partition("=") for word in text.split(",")))
+        setting = {key: int(value) if value.isdecimal() else value for key, value in values}
+    return check_collectives("--collectives", setting).open_ways()
 
 
 def of_each_rank(cluster: Cluster) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_lohan.cli.plan_changes import (
-    WORTH_IT,
+    faster_parts,
     nearest_changes,
     plan_facts,
     positions_exceeded,
@@ -41,13 +41,10 @@ from hf_lohan.cli.plan_ranks import (
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, PlanRequest, epoch_of, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.costs import (
-    ONE_MORE_SSD,
-    TWICE_THE_RAM,
     BudgetError,
     HardwareProfile,
     SizeClass,
     drive_life,
-    what_hardware_buys,
 )
 from hf_lohan.costs.fitting import device_limit_bytes
 from hf_lohan.costs.record_traffic import FETCHED_KINDS
@@ -558,15 +555,10 @@ def without_offloading(planned: PlannedRun) -> str:
 
 def _purchases(planned: PlannedRun) -> Table:
     table = table_of("what would change it", "a step", "tokens/s", "faster")
-    for nearest in (*nearest_changes(planned), *small_states(planned)):
-        step = nearest.planned.plan.prediction
-        faster = f"{nearest.times_faster:.2f} x"
-        table.add_row(nearest.description, seconds(step.step_s), f"{step.tokens_per_s:.4g}", faster)
-    for change in what_hardware_buys(planned.profile, planned.hardware, planned.setup):
-        is_planned_above = change.description in (ONE_MORE_SSD, TWICE_THE_RAM)
-        if change.plan.fits and change.speedup >= WORTH_IT and not is_planned_above:
-            rate = f"{change.plan.prediction.tokens_per_s:.4g}"
-            table.add_row(change.description, seconds(change.step_s), rate, f"{change.speedup:.2f} x")
+    for change in (*nearest_changes(planned), *small_states(planned), *faster_parts(planned)):
+        step = change.planned.plan.prediction
+        faster = f"{change.times_faster:.2f} x"
+        table.add_row(change.description, seconds(step.step_s), f"{step.tokens_per_s:.4g}", faster)
     if not table.rows:
         table.add_row("no change of the hardware helps", "", "")
     return table

@@ -55,12 +55,5 @@ from hf_lohan.costs.pool_plan import (
 )
 from hf_lohan.costs.quantization import Quantization
 from hf_lohan.costs.record_traffic import RecordTraffic, choose_resident_records, step_traffic
-from hf_lohan.costs.search.hardware_changes import (
-    ONE_MORE_SSD,
-    TWICE_THE_RAM,
-    drive_life,
-    one_more_ssd,
-    what_hardware_buys,
-    written_bytes,
-)
+from hf_lohan.costs.search.hardware_changes import better_hardware, drive_life, one_more_ssd, written_bytes
 from hf_lohan.costs.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes

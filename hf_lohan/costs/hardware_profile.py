@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from hf_lohan.wording import UNIT_BYTES
@@ -148,7 +149,6 @@ class HardwareProfile:
 
 
 Profile = TypeVar("Profile", DeviceProfile, SsdProfile, CpuProfile, HardwareProfile)
-_SSD_LIST = 'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s" and "capacity_bytes"'
 
 
 def with_changed(profile: Profile, change: Callable[[float], float], *names: str) -> Profile:
@@ -168,137 +168,103 @@ def _written(profile: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
-def _read(kind: type[Profile], values: object, path: str, also: tuple[str, ...] = ()) -> Profile:
-    """Read the profile of this kind at `path`. The end of a key is its unit."""
-    section = Section(values, path, [*_keys(kind), *also])
-    return kind(**{field.name: _value_of(section, field) for field in fields(kind)})
-
-
-def _value_of(section: Section, field: Field[Any]) -> Any:
-    match field.name:
-        case "device" | "cpu":
-            kind: Any = DeviceProfile if field.name == "device" else CpuProfile
-            allowed = f"a mapping with the keys {', '.join(_keys(kind))}"
-            return _read(kind, section.require(field.name, allowed), field.name)
-        case "ssd":
-            return _read_ssds(section.require("ssd", _SSD_LIST))
-        case "gpu_link":
-            return section.choice("gpu_link", GPU_LINKS)
-        case "shares_cpu" | "grows_segments" | "moves_files" | "name" | "path":
-            return section.plain(field.name, field.default)
-    if field.default is None and not section.has(field.name):
-        return None
-    if field.name.endswith("_bytes_per_s"):
-        return section.quantity(field.name, _RATES)
-    return section.size_bytes(field.name) if field.name.endswith("_bytes") else section.quantity(field.name, _NUMBERS)
-
-
-def _read_ssds(values: object) -> tuple[SsdProfile, ...]:
-    if not isinstance(values, list | tuple) or not values:
-        raise ProfileError(f"ssd = {values!r} is not allowed; write {_SSD_LIST}")
-    ssds: list[SsdProfile] = []
-    for index, entry in enumerate(values):
-        ssd = _read(SsdProfile, entry, f"ssd[{index}]", ("count",))
-        ssds += [ssd] * Section(entry, f"ssd[{index}]", entry).count("count")
-    return tuple(ssds)
-
-
 class ProfileError(ValueError):
     """A hardware profile is invalid. The message names the key and the value."""
 
 
-_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)(/s)?", re.ASCII)
-_NUMBERS = "a number above 0 such as 160e12"
-_SIZES = 'a number of bytes above 0, such as 24000000000, "24GB" or "24GiB"'
-_RATES = 'a number of bytes per second above 0, such as 20e9 or "20GB/s"'
-
-
-class Section:
-    """One mapping of the profile. `path` is its path in the profile, such as "ssd[0]". The profile itself has the path
-    ""."""
-
-    def __init__(self, values: object, path: str, allowed: Collection[str]) -> None:
-        """Raise ProfileError if `values` is not a mapping, or has a key that is not allowed."""
-        if not isinstance(values, Mapping):
+def _read(kind: type[Profile], values: Any, path: str, also: tuple[str, ...] = ()) -> Profile:
+    """Read the profile of this kind at ``path``, such as "ssd[0]". The whole profile has the path ""."""
+    allowed = [*_keys(kind), *also]
+    if not isinstance(values, Mapping):
+        what = path or "the hardware profile"
+        raise ProfileError(f"{what} is {_shown(values)}; write a mapping with the keys {', '.join(allowed)}")
+    for key in values:
+        if key not in allowed:
+            close = difflib.get_close_matches(str(key), allowed, n=1)
+            guess = f"did you mean {close[0]}? " if close else ""
             raise ProfileError(
-                f"{path or 'the hardware profile'} is {_shown(values)}; write a mapping with the keys "
+                f"{_place(path, key)} = {_shown(values[key])} is not a key of a hardware profile; {guess}allowed here: "
                 f"{', '.join(allowed)}"
             )
-        self._values: Mapping[Any, Any] = values
-        self._path = path
-        for key in values:
-            if key not in allowed:
-                close = difflib.get_close_matches(str(key), allowed, n=1)
-                guess = f"did you mean {close[0]}? " if close else ""
-                raise ProfileError(
-                    f"{self.place(str(key))} = {_shown(values[key])} is not a key of a hardware profile; "
-                    f"{guess}allowed here: {', '.join(allowed)}"
-                )
+    return kind(**{field.name: _value_of(field, values, path) for field in fields(kind)})
 
-    def place(self, key: str) -> str:
-        """Return the whole path of a key, for messages."""
-        return f"{self._path}.{key}" if self._path else key
 
-    def has(self, key: str) -> bool:
-        return self._values.get(key) is not None
+def _value_of(field: Field[Any], values: Mapping[Any, Any], path: str) -> Any:
+    value, place, (allowed, convert) = values.get(field.name), _place(path, field.name), _rule_of(field.name)
+    if value is None:
+        if field.default is None or (field.default is not MISSING and field.name not in values):
+            return field.default
+        what = "is empty" if field.name in values else "is missing"
+        raise ProfileError(f"{place} {what} in the hardware profile; write {allowed}")
+    return _converted(value, place, allowed, convert)
 
-    def require(self, key: str, allowed: str) -> Any:
-        """Return the value as written. Raises ProfileError if it is missing. `allowed`: description of the allowed
-        values."""
-        value = self._values.get(key)
-        if value is None:
-            what = "is missing" if key not in self._values else "is empty"
-            raise ProfileError(f"{self.place(key)} {what} in the hardware profile; write {allowed}")
-        return value
 
-    def size_bytes(self, key: str) -> int:
-        size = self.quantity(key, _SIZES)
-        if size < 1:
-            raise self._wrong(key, _SIZES)
-        return int(size)
+def _converted(value: Any, place: str, allowed: str, convert: Callable[[Any], Any]) -> Any:
+    if (found := convert(value)) is None:
+        raise ProfileError(f"{place} = {_shown(value)} is not allowed; write {allowed}")
+    return found
 
-    def count(self, key: str) -> int:
-        """Return a whole number above 0; 1 if the key is missing."""
-        value = self._values.get(key)
-        if value is None:
-            return 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, "a whole number above 0")
-        return value
 
-    def plain(self, key: str, default: Any) -> Any:
-        """Return a value of the default's type, which is text or bool."""
-        value = self._values.get(key, default)
-        if not isinstance(value, type(default)):
-            raise self._wrong(key, "text" if isinstance(default, str) else "true or false")
-        return value
+def _rule_of(name: str) -> tuple[str, Callable[[Any], Any]]:
+    """Return what is allowed for a key, and the function that converts its value and returns None for others. The
+    ending of a key says its unit."""
+    match name:
+        case "device" | "cpu":
+            kind: Any = DeviceProfile if name == "device" else CpuProfile
+            return f"a mapping with the keys {', '.join(_keys(kind))}", lambda value: _read(kind, value, name)
+        case "ssd":
+            return (
+                'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s" and "capacity_bytes"',
+                _read_ssds,
+            )
+        case "gpu_link":
+            return " or ".join(GPU_LINKS), lambda value: value if value in GPU_LINKS else None
+        case "name" | "path":
+            return "text", lambda value: value if isinstance(value, str) else None
+        case "shares_cpu" | "grows_segments" | "moves_files":
+            return "true or false", lambda value: value if isinstance(value, bool) else None
+        case "count":
+            return "a whole number above 0", lambda value: value if type(value) is int and value > 0 else None
+    if name.endswith("_bytes_per_s"):
+        return 'a number of bytes per second above 0, such as 20e9 or "20GB/s"', partial(_number, has_unit=True)
+    if name.endswith("_bytes"):
+        return 'a number of bytes above 0, such as 24000000000, "24GB" or "24GiB"', _size_bytes
+    return "a number above 0 such as 160e12", _number
 
-    def choice(self, key: str, allowed: Collection[str]) -> str:
-        """Return one of these words; "" if the key is missing."""
-        value = self._values.get(key)
-        if value is None:
-            return ""
-        if value not in allowed:
-            raise self._wrong(key, " or ".join(allowed))
-        return str(value)
 
-    def quantity(self, key: str, allowed: str) -> float:
-        """Return a number above 0. A number of bytes may have a unit."""
-        value, has_unit = self.require(key, allowed), allowed != _NUMBERS
-        number: float | None = None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-        elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
-            digits, unit, per_second = match.groups()
-            scale = UNIT_BYTES.get(unit.lower())
-            if scale is not None and (has_unit or not (unit or per_second)):
-                number = float(digits.replace("_", "")) * scale
-        if number is None or not math.isfinite(number) or number <= 0:
-            raise self._wrong(key, allowed)
-        return number
+def _read_ssds(values: Any) -> tuple[SsdProfile, ...] | None:
+    if not isinstance(values, list | tuple):
+        return None
+    ssds: list[SsdProfile] = []
+    for index, entry in enumerate(values):
+        ssd = _read(SsdProfile, entry, f"ssd[{index}]", ("count",))
+        count = entry.get("count")
+        ssds += [ssd] * (1 if count is None else _converted(count, f"ssd[{index}].count", *_rule_of("count")))
+    return tuple(ssds) or None
 
-    def _wrong(self, key: str, allowed: str) -> ProfileError:
-        return ProfileError(f"{self.place(key)} = {_shown(self._values[key])} is not allowed; write {allowed}")
+
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)(/s)?", re.ASCII)
+
+
+def _number(value: Any, *, has_unit: bool = False) -> float | None:
+    """Return a number above 0, or None for other values. With ``has_unit`` it may have a unit of bytes."""
+    number = 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        digits, unit, per_second = match.groups()
+        scale = UNIT_BYTES.get(unit.lower())
+        if scale is not None and (has_unit or not (unit or per_second)):
+            number = float(digits.replace("_", "")) * scale
+    return number if 0 < number < math.inf else None
+
+
+def _size_bytes(value: Any) -> int | None:
+    return int(_number(value, has_unit=True) or 0) or None
+
+
+def _place(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _shown(value: object) -> str:

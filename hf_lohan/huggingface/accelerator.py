@@ -36,7 +36,7 @@ from hf_lohan.huggingface.models.state_dicts import (
     saves_itself,
 )
 from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
-from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
+from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over
 from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks, stores_here
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
@@ -345,7 +345,7 @@ class Accelerator(OffloadAwareAccelerator):
             return {}
         if engine is None:
             raise ValueError("prepare the model together with its optimizer, or before it")
-        taken, ours = take_over_together(optimizers, engine)
+        taken, ours = take_over(optimizers, engine)
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
                 folder = record_folder(Path(self.project_dir or "."), engine.links.ranks)

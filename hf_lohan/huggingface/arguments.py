@@ -1,11 +1,12 @@
-"""Converts and checks the arguments of a Trainer for offload."""
+"""Converts and checks the arguments of a Trainer for offload, and names arguments that are given by position."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,3 +115,21 @@ def take_launched_precision(args: transformers.TrainingArguments) -> bool:
     logger.warning(BFLOAT16_MEANING)  # warnings are shown even if a script configures no logging
     args.bf16 = True
     return True
+
+
+def names_of(init: Callable[..., Any]) -> list[str] | None:
+    """Return the names of the arguments that ``init`` takes by position, or None if their number is not limited."""
+    parameters = inspect.signature(init).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name. Raises TypeError for arguments that a call of ``what`` would refuse."""
+    if len(given) > len(names):
+        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
+    by_position = dict(zip(names, given, strict=False))
+    if twice := by_position.keys() & named.keys():
+        raise TypeError(f"{what} got {min(twice)!r} by position and by name")
+    return {**by_position, **named}

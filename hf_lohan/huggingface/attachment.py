@@ -186,11 +186,12 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
     and recomputes activations as configured."""
     _tell_what_is_slow(model, layout, config, tiers.device)
     check_rank_model(model, tiers.links.ranks)
+    timeouts = StepTimeouts(tiers.links, config.ranks)
     if config.ranks.per_row > 1:
         check_model_of_rows(model)
     is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
-    steps = _PlannedSteps(model, plan, StepTimeouts(tiers.links, config.ranks))
+    steps = _PlannedSteps(model, plan, timeouts)
     events = EngineEvents(
         is_final_backward=steps.is_final_backward,
         plan=steps.plan,

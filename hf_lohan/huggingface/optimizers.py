@@ -225,38 +225,24 @@ def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
     return rules
 
 
-def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> OffloadOptimizer:
-    """Replace an optimizer with one that updates the store. Both share group dicts, so the caller's scheduler sets the
-    learning rates of both. Raises the errors of `check_given`, and ValueError if groups do not fit the store."""
-    if isinstance(optimizer, OffloadOptimizer):
-        return optimizer
-    defaults = _defaults_by_rule(optimizer)
-    if type(optimizer) is torch.optim.AdamW:
-        names = ("lr", "betas", "eps", "weight_decay")
-        adamw = {name: defaults[name] for name in names}
-        taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine, **adamw)
-    else:
-        taken = OffloadOptimizer(optimizer.param_groups, defaults, engine=engine)
-    _redirect(optimizer, taken)
-    _warn_of_frozen(taken, engine)
-    return taken
-
-
-def take_over_together(
+def take_over(
     optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine
 ) -> tuple[OffloadOptimizer, list[OffloadOptimizer]]:
-    """Replace one or several optimizers of a model, as `take_over` does. Returns the engine's optimizer, and a
-    replacement for each of ``optimizers``."""
-    if len(optimizers) == 1:
-        taken = take_over(optimizers[0], engine)
-        return taken, [taken]
+    """Replace the optimizers of a model with ones that update the store. Each shares group dicts with its replacement,
+    so the caller's scheduler sets the learning rates of both. Returns the engine's optimizer, and a replacement for
+    each of ``optimizers``. Raises the errors of `check_given`, and ValueError if groups do not fit the store."""
     defaults = [*map(_defaults_by_rule, optimizers)]
     groups = [optimizer.param_groups for optimizer in optimizers]
-    joint = JointOptimizer(groups, defaults, engine=engine)
-    for optimizer, part in zip(optimizers, joint.parts, strict=True):
-        _redirect(optimizer, part)
-    _warn_of_frozen(joint, engine)
-    return joint, [*joint.parts]
+    if len(optimizers) == 1:
+        taken = OffloadOptimizer(groups[0], defaults[0], engine=engine)
+        ours = [taken]
+    else:
+        taken = joint = JointOptimizer(groups, defaults, engine=engine)
+        ours = [*joint.parts]
+    for optimizer, own in zip(optimizers, ours, strict=True):
+        _redirect(optimizer, own)
+    _warn_of_frozen(taken, engine)
+    return taken, ours
 
 
 def _defaults_by_rule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -363,6 +349,6 @@ class StoreOptimizerMixin(TrainerMixin):
             super().create_optimizer(*args, **kwargs)
         finally:
             self.optimizer_cls_and_kwargs = stock
-        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), OffloadOptimizer):
-            self.optimizer = take_over(self.optimizer, engine)
+        if not is_taken_over(self.optimizer):
+            self.optimizer, _ = take_over([self.optimizer], engine)
         return self.optimizer

@@ -32,11 +32,11 @@ from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.equal_runs import check_equal_packages
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
+from hf_lohan.planning.shared_machine import searched_directories
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store import RecordSpec
 from hf_lohan.store.commits import COMMIT_NAME
-from hf_lohan.store.manifest import rank_of, read_manifest
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.store.store_folders import remove_store
 
@@ -208,15 +208,8 @@ def check_parallelism(parallelism: Any) -> None:
 def stores_here(config: OffloadConfig, default_ssd_path: str | os.PathLike[str], links: Links) -> RunStores:
     """Return the stores at the ssd paths of ``config``. All ranks call this together. Raises the errors of
     `find_stores`."""
-    given = config.ssd_paths(default_ssd_path)
-    own = [_directory_of(ssd.path, links.ranks) for ssd in rank_paths(given, links.ranks)]
-    searched = [own, *(other for other in directories_of_ranks(given) if {*other} != {*own})]
-    return find_stores(searched, links, launch_id())
-
-
-def _directory_of(path: str, ranks: Ranks) -> str:
-    """Return an ssd path without this rank's folder."""
-    return shared_directory(path) if rank_of(path) == (ranks.rank, ranks.num_ranks) else path
+    launch, given = launch_id(), config.ssd_paths(default_ssd_path)
+    return find_stores(searched_directories(given, links.ranks), links, launch)
 
 
 def at_stores(

@@ -90,6 +90,14 @@ def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
     return found
 
 
+def searched_directories(paths: Sequence[SsdPath], ranks: Ranks) -> list[list[str]]:
+    """Return the lists of directories in which a run looks for stores. The first has this rank's store."""
+    is_own = (ranks.rank, ranks.num_ranks)
+    folders = [ssd.path for ssd in rank_paths(paths, ranks)]
+    own = [shared_directory(folder) if rank_of(folder) == is_own else folder for folder in folders]
+    return [own, *(other for other in directories_of_ranks(paths) if {*other} != {*own})]
+
+
 def memory_limit_of(ranks: Ranks) -> int | None:
     """Return the bytes of host memory that the limits of control groups allow each rank of this machine."""
     limit = host_memory_limit_bytes()

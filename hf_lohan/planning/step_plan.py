@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -103,61 +103,31 @@ def plan_step(
     config: ResolvedConfig,
     shape: StepShape,
     *,
-    measure: Measure,
-    durability: Durability | None = None,
-    device: torch.device | str = "cpu",
-    fused_attention: bool = False,
     may_run_together: bool = False,
-    ways: Sequence[Collectives] | None = None,
-    routing: Mapping[str, Sequence[float]] | None = None,
-    chunks: ChunkedLayers | None = None,
-    chunk_tokens: int | None = None,
     simulates: Literal["all", "own", "none"] = "own",
-    is_trial: bool = False,
-    fused: Fusion | None = None,
+    **how: Any,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) for a resolved configuration.
 
-    ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
-    state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
-    the orders of micro-batches, and return the better order in the shape. With several ranks, configuration and shape
-    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default all that
-    the configuration allows. ``routing``: the number of tokens of each expert, by layer. By default all experts
-    are equally likely. ``chunk_tokens``: the number of tokens in a chunk, if it is decided. ``simulates``: the solvers
-    whose steps are simulated. "own" is the configured solver. With "none", the plan is from `plan_search`.
-    ``fused``: how layers fuse the operations between matrix products. ``is_trial``: the caller asks only whether and
-    how the step fits. The plan then chooses no chunks, advises nothing, and compares nothing with training in memory.
-    Raises ValueError for a model or a batch that cannot be traced. A plan that does not fit has a refusal.
+    With several ranks, configuration and shape describe one rank. ``may_run_together``: compare the orders of
+    micro-batches, and return the better one in the shape. ``simulates``: the solvers whose steps are simulated. "own"
+    is that of the configuration. With "none", the plan is that of `plan_search`. ``how``: the other fields of
+    `_StepPlanner`. Raises ValueError for a model or a batch that cannot be traced. A plan that does not fit has a
+    refusal.
     """
-
-    planner = _StepPlanner(
-        model=model,
-        layout=layout,
-        config=config,
-        shape=shape,
-        measure=measure,
-        durability=durability,
-        device=device,
-        fused_attention=fused_attention,
-        ways=ways,
-        routing=routing or {},
-        chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        is_trial=is_trial,
-        fused=fused,
-    )
+    planner = _StepPlanner(model=model, layout=layout, config=config, shape=shape, **how)
     in_turn = planner.plan()
     if not may_run_together or shape.num_micro_batches == 1:
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    # If layers fit whole with micro-batches in turn, they stay whole with joint micro-batches, for equal numbers.
-    stays_whole = fits_whole and chunk_tokens is None and config.chunks.layers == AUTO
+    # If layers fit whole with micro-batches in turn, they stay whole for joint ones: chunks would change numbers.
+    stays_whole = fits_whole and planner.chunk_tokens is None and config.chunks.layers == AUTO
     together = replace(
         planner,
         shape=replace(shape, num_micro_batches=1, num_together=num_together),
         measure=in_turn.hardware,
-        chunks=None if stays_whole else chunks,
+        chunks=None if stays_whole else planner.chunks,
     )
     return _by_best_solver(_better_order(in_turn, together.plan()), simulates)
 
@@ -168,9 +138,7 @@ def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none
     if simulates == "none":
         return planned
     try:
-        best = plan_studies().choose_solver(
-            planned.profile, planned.hardware, planned.setup, planned.plan, compares=simulates == "all"
-        )
+        best = plan_studies().choose_solver(planned, compares=simulates == "all")
     except Exception as error:
         logger.warning("the plan of Algorithm 1 stays, because its step cannot be simulated: %r", error)
         return planned
@@ -196,22 +164,31 @@ def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _StepPlanner:
-    """Plans a step whose micro-batches run in the order of ``shape``. Its fields are arguments of `plan_step`."""
+    """Plans a step whose micro-batches run in the order of ``shape``."""
 
     model: nn.Module
     layout: OffloadLayout
     config: ResolvedConfig
     shape: StepShape
     measure: Measure
-    durability: Durability | None
-    device: torch.device | str
-    fused_attention: bool
-    ways: Sequence[Collectives] | None
-    routing: Mapping[str, Sequence[float]]
-    chunks: ChunkedLayers | None
-    chunk_tokens: int | None
-    is_trial: bool
-    fused: Fusion | None
+    durability: Durability | None = None
+    """The durability of an existing store. With `durability: auto`, a new store keeps one version of the state if two
+    do not fit."""
+    device: torch.device | str = "cpu"
+    fused_attention: bool = False
+    ways: Sequence[Collectives] | None = None
+    """The ways to exchange weights and gradients among which to choose; None for those that the configuration
+    allows."""
+    routing: Mapping[str, Sequence[float]] | None = None
+    """The number of tokens of each expert, by layer. With None all experts are equally likely."""
+    chunks: ChunkedLayers | None = None
+    chunk_tokens: int | None = None
+    """The number of tokens in a chunk, if it is decided."""
+    is_trial: bool = False
+    """Whether the caller asks only whether and how the step fits. The plan then chooses no chunks, advises nothing, and
+    compares nothing with training in memory."""
+    fused: Fusion | None = None
+    """How layers fuse the operations between matrix products."""
 
     def plan(self) -> PlannedStep:
         setting, chunk_tokens, advice = self.config.chunks.layers, self.chunk_tokens, None
@@ -291,7 +268,7 @@ class _StepPlanner:
             in_ram = self._hardware.device.shares_cpu  # a CPU reads the keys in the RAM that ranks share
             profile = with_keys_of_other_ranks(profile, self._keys, num_ranks, in_ram=in_ram)
         profile = with_owners(with_rows(profile, blocks), blocks)
-        return profile_together(profile.routed(self.routing), self.shape.num_together)
+        return profile_together(profile.routed(self.routing or {}), self.shape.num_together)
 
     @property
     def _asked_durability(self) -> Durability:

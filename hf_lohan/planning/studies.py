@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_lohan.annexes import find_annex, need_annex
-from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
+from hf_lohan.costs import OffloadPlan
 
 SIMULATED = ("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes")
 """Figures of a simulated step in JSON."""
@@ -15,17 +15,10 @@ SIMULATED = ("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes")
 class PlanStudies:
     """Studies nothing. The annex has a subclass."""
 
-    def choose_solver(
-        self,
-        model: ModelProfile,
-        hardware: HardwareProfile,
-        setup: TrainingSetup,
-        plan: OffloadPlan,
-        *,
-        compares: bool = False,
-    ) -> OffloadPlan:
-        """Return Algorithm 1's ``plan``, or the plan of another solver, with the results of the solvers. ``compares``:
-        try all solvers."""
+    def choose_solver(self, planned: Any, *, compares: bool = False) -> OffloadPlan:
+        """Return the plan of a `PlannedStep` (Algorithm 1), or that of another solver, with the results of all tried
+        solvers. ``compares``: try all solvers."""
+        plan: OffloadPlan = planned.plan
         return plan
 
     def simulated_facts(self, planned: Any) -> dict[str, Any]:

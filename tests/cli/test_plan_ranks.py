@@ -194,7 +194,9 @@ def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_
             ["--ranks", 8, "--nodes", 4, "--link", "1Gbit", "--collectives", "backward=3"],
             "ranks.collectives: backward: 3 is set with 8 ranks on nodes of 2; the ranks of a node share one copy",
         ),
-        (["--collectives", "lossy"], "collectives = 'lossy' is not allowed; write exact, quantized, or some of"),
+        (["--collectives", "lossy"], "--collectives: 'lossy' is not allowed; give 'exact', 'quantized', or a table of"),
+        (["--collectives", "forward=int7"], "ranks.collectives: forward: 'int7' is not allowed; choose "),
+        (["--collectives", "forwards=int8"], "unknown key of --collectives 'forwards'; did you mean 'forward'?"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(tiny: str, options: list[object], message: str) -> None:

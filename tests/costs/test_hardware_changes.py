@@ -1,4 +1,4 @@
-"""Hardware changes are sorted by the time they save, and drives wear by their writes."""
+"""Better hardware makes no step longer, and drives wear by their writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hf_lohan.costs import (
     HardwareProfile,
     ModelProfile,
     TrainingSetup,
+    better_hardware,
     drive_life,
+    one_more_ssd,
     plan_offload,
-    what_hardware_buys,
 )
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)], num_layers=3)
@@ -23,39 +24,42 @@ MODEL = tiny_model([(600.0, 100), (400.0, 200)], num_layers=3)
 def test_a_second_drive_halves_a_step_that_drives_limit() -> None:
     hardware, setup = machine(flops_per_s=1e6), paper_setup()
     now = plan_offload(MODEL, hardware, setup).prediction
-    first = what_hardware_buys(MODEL, hardware, setup)[0]
-    assert first.description == "one more SSD like the first"
-    assert first.step_s == pytest.approx(now.step_s / 2)
-    assert first.saved_s == pytest.approx(now.step_s / 2)
-    assert first.speedup == pytest.approx(2)
+    assert plan_offload(MODEL, one_more_ssd(hardware), setup).prediction.step_s == pytest.approx(now.step_s / 2)
+
+
+def test_a_device_of_twice_the_flops_halves_a_step_that_it_limits() -> None:
+    hardware, setup = machine(flops_per_s=1.0), paper_setup()
+    now = plan_offload(MODEL, hardware, setup).prediction
+    step_s = {
+        what: plan_offload(MODEL, on, own).prediction.step_s for what, on, own in better_hardware(hardware, setup)
+    }
+    assert step_s["a device with twice the FLOP/s"] == pytest.approx(now.step_s / 2, rel=0.01)
+    assert min(step_s, key=step_s.__getitem__) == "a device with twice the FLOP/s"
 
 
 def test_more_ram_holds_more_records() -> None:
-    hardware, setup = machine(cpu_memory_bytes=5000), paper_setup(cpu_memory_bytes=0, records=records_of(MODEL))
-    more_ram = next(
-        change for change in what_hardware_buys(MODEL, hardware, setup) if change.description == "twice the RAM"
-    )
-    assert more_ram.saved_s > 0
-    assert sum(record.kind == "param" for record in more_ram.plan.resident) == 3
+    hardware, setup = machine(), paper_setup(cpu_memory_bytes=0, records=records_of(MODEL))
+    now = plan_offload(MODEL, hardware, setup)
+    more_ram = plan_offload(MODEL, hardware, replace(setup, cpu_memory_bytes=5000, record_cpu_bytes=5000))
+    assert more_ram.prediction.step_s < now.prediction.step_s
+    assert sum(record.kind == "param" for record in more_ram.resident) == 3
 
 
 @settings(max_examples=30)
 @given(tiny_models, machines, setups)
-def test_no_hardware_change_makes_a_step_longer(
+def test_no_better_hardware_makes_a_step_longer(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup
 ) -> None:
     now = plan_offload(model, hardware, setup)
-    changes = what_hardware_buys(model, hardware, setup)
-    assert [change.saved_s for change in changes] == sorted((change.saved_s for change in changes), reverse=True)
-    for change in changes:
+    for _, better, own in (*better_hardware(hardware, setup), ("a drive", one_more_ssd(hardware), setup)):
         if now.fits:
-            assert change.step_s <= now.prediction.step_s * (1 + 1e-8)
-            assert change.step_s + change.saved_s == pytest.approx(now.prediction.step_s)
+            assert plan_offload(model, better, own).prediction.step_s <= now.prediction.step_s * (1 + 1e-8)
 
 
 def test_rates_of_drives_measured_together_grow_with_their_number() -> None:
     hardware = machine(flops_per_s=1e6, ssd_together_read_bytes_per_s=10.0, ssd_together_write_bytes_per_s=5.0)
-    assert what_hardware_buys(MODEL, hardware, paper_setup())[0].speedup == pytest.approx(2)
+    now, then = (plan_offload(MODEL, on, paper_setup()).prediction for on in (hardware, one_more_ssd(hardware)))
+    assert now.step_s / then.step_s == pytest.approx(2)
 
 
 def test_the_drive_with_the_least_endurance_for_its_share_wears_out_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_lohan.costs import BudgetError
-from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
+from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -61,7 +61,7 @@ def test_exact_masters_of_bfloat16_weights_work_with_any_optimizer(build_engine:
     stock = OPTIMIZERS["SGD-nesterov"](masters.parameters())
     own = OPTIMIZERS["SGD-nesterov"](model.parameters())
     engine = build_engine(model, dtype=torch.bfloat16, rules=rules_of([own]))
-    optimizer = take_over(own, engine)
+    optimizer, _ = take_over([own], engine)
     for step in range(3):
         with torch.no_grad():
             for low, master in zip(working.parameters(), masters.parameters(), strict=True):
@@ -85,7 +85,7 @@ def test_another_optimizer_than_that_of_the_store_is_refused(build_engine: Any) 
     model = tiny_model("llama")
     engine = build_engine(model)
     with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW\(exp_avg, exp_avg_sq\); pass SGD when"):
-        take_over(torch.optim.SGD(model.parameters()), engine)
+        take_over([torch.optim.SGD(model.parameters())], engine)
 
 
 def muon_and_adamw(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -98,7 +98,7 @@ def muon_and_adamw(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optim
 def test_muon_and_adamw_must_step_together(build_engine: Any) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, rules=rules_of(own := muon_and_adamw(model)), cpu_memory="4MiB")
-    _, (muon, adamw) = take_over_together(own, engine)
+    _, (muon, adamw) = take_over(own, engine)
     model(**tiny_batch()).loss.backward()
     muon.step()
     with pytest.raises(RuntimeError, match="take their steps together"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 
-from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
+from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -59,7 +59,7 @@ def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twi
     twins = make_twins(model_factory=lambda: next(made))
     freeze(twins.models, "model.")
     optimizers = [torch.optim.AdamW(m.lm_head.parameters(), lr=3e-3, weight_decay=0.2, fused=True) for m in models]
-    twins.stock_optimizer, twins.optimizer = optimizers[0], take_over(optimizers[1], twins.engine)
+    twins.stock_optimizer, (twins.optimizer, _) = optimizers[0], take_over([optimizers[1]], twins.engine)
     twins.train(2)
     freeze(twins.models, "model.layers.1", thaw=True)
     for optimizer, model in zip(optimizers, models, strict=True):  # the caller's optimizer
@@ -106,7 +106,7 @@ def test_muon_and_adamw_may_get_new_groups(build_engine: EngineFactory) -> None:
         rest = [p for p in model.parameters() if p not in matrices]
         optimizers.append([torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3, fused=True)])
     engine = build_engine(models[1], rules=rules_of(optimizers[1]), cpu_memory="4MiB")
-    _, ours = take_over_together(optimizers[1], engine)
+    _, ours = take_over(optimizers[1], engine)
     head = "lm_head.weight"
     for model, (muon, adamw) in zip(models, [optimizers[0], ours], strict=True):
         group = adamw.param_groups[0]["params"]

@@ -141,7 +141,7 @@ class Twins:
         """Use one torch optimizer for each model, AdamW by default. The engine takes over the second one."""
         self.stock, self.model, self.engine = stock, engine.model, engine
         if optimizers is not None:
-            self.stock_optimizer, self.optimizer = optimizers[0], take_over(optimizers[1], engine)
+            self.stock_optimizer, (self.optimizer, _) = optimizers[0], take_over([optimizers[1]], engine)
             return
         settings = {"lr": 1e-3, "weight_decay": 0.1, **hyperparameters}
         trainable = [[p for p in model.parameters() if p.requires_grad] for model in self.models]

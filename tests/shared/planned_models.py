@@ -17,7 +17,6 @@ from transformers import AutoConfig, OPTConfig
 from typer.testing import CliRunner
 
 from hf_lohan.annexes.studies import Studies
-from hf_lohan.annexes.studies.solvers import choose_solver
 from hf_lohan.cli import app, plan_changes, plan_report
 from hf_lohan.cli.plan_request import plan_run
 from hf_lohan.costs import OffloadPlan
@@ -64,8 +63,10 @@ def estimate(model: str, *options: object) -> Result:
 def one_plan_alone() -> Iterator[None]:
     """Let `lohan plan` plan neither changes nor other rows, and try no other solvers, within this context."""
 
-    def one_solver(_studies: Studies, *step: Any, compares: bool = False) -> OffloadPlan:
-        return choose_solver(*step)
+    choose_solver = Studies.choose_solver
+
+    def one_solver(studies: Studies, planned: Any, *, compares: bool = False) -> OffloadPlan:
+        return choose_solver(studies, planned)
 
     with (
         mock.patch.object(Studies, "choose_solver", one_solver),

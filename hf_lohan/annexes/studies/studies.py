@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_lohan.annexes.studies.simulation.simulated_step import SimulatedStep, simulate_step
 from hf_lohan.annexes.studies.solvers import choose_solver
-from hf_lohan.costs import HardwareProfile, ModelProfile, OffloadPlan, TrainingSetup
+from hf_lohan.costs import OffloadPlan
 from hf_lohan.planning import PlannedStep
 from hf_lohan.planning.studies import SIMULATED, PlanStudies
 from hf_lohan.wording import listed, seconds
@@ -24,16 +24,8 @@ _WAITS = {
 class Studies(PlanStudies):
     """Simulates steps of runs with one rank. Runs with several ranks are not simulated."""
 
-    def choose_solver(
-        self,
-        model: ModelProfile,
-        hardware: HardwareProfile,
-        setup: TrainingSetup,
-        plan: OffloadPlan,
-        *,
-        compares: bool = False,
-    ) -> OffloadPlan:
-        return choose_solver(model, hardware, setup, plan, compares=compares)
+    def choose_solver(self, planned: PlannedStep, *, compares: bool = False) -> OffloadPlan:
+        return choose_solver(planned.profile, planned.hardware, planned.setup, planned.plan, compares=compares)
 
     def simulated_facts(self, planned: PlannedStep) -> dict[str, Any]:
         step = _simulated(planned)

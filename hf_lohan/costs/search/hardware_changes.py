@@ -1,4 +1,4 @@
-"""Predicts the effect of other hardware on a plan, and the life of the drives."""
+"""Describes better hardware for a run, and predicts the life of the drives."""
 
 from __future__ import annotations
 
@@ -10,63 +10,18 @@ import numpy as np
 from hf_lohan.costs.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.costs.model_profile import ModelProfile
 from hf_lohan.costs.offload_plan import OffloadPlan, StepPrediction, TrainingSetup
-from hf_lohan.costs.search.plan_search import plan_offload
 from hf_lohan.costs.step.rank_costs import step_costs
 from hf_lohan.costs.step.step_costs import Choice
 
 DAY_S = 24 * 60 * 60
-ONE_MORE_SSD, TWICE_THE_RAM = "one more SSD like the first", "twice the RAM"
 
 
-@dataclass(frozen=True, slots=True)
-class HardwareChange:
-    """One change of the hardware, and the best plan with it."""
-
-    description: str
-    plan: OffloadPlan
-    saved_s: float
-    """Seconds that the change saves per step; 0 if the present machine cannot run the step."""
-
-    @property
-    def step_s(self) -> float:
-        return self.plan.prediction.step_s
-
-    @property
-    def speedup(self) -> float:
-        return (self.step_s + self.saved_s) / self.step_s
-
-
-def what_hardware_buys(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> list[HardwareChange]:
-    """Return plans with one more drive, twice the RAM and so on. The fastest plan is first."""
-    now = plan_offload(model, hardware, setup)
-    changes: list[HardwareChange] = []
-    for description, better, better_setup in _improvements(hardware, setup):
-        plan = plan_offload(model, better, better_setup)
-        saved_s = now.prediction.step_s - plan.prediction.step_s if now.fits and plan.fits else 0.0
-        changes.append(HardwareChange(description, plan, max(0.0, saved_s)))
-    return sorted(changes, key=lambda change: (not change.plan.fits, -change.saved_s))
-
-
-def _improvements(
+def better_hardware(
     hardware: HardwareProfile, setup: TrainingSetup
 ) -> Iterator[tuple[str, HardwareProfile, TrainingSetup]]:
-    device, cpu, first = hardware.device, hardware.cpu, hardware.ssd[0]
-    limit = setup.ssd_capacity_bytes
-    yield (
-        ONE_MORE_SSD,
-        one_more_ssd(hardware),
-        replace(setup, ssd_capacity_bytes=None if limit is None else limit + first.capacity_bytes),
-    )
-    yield (
-        TWICE_THE_RAM,
-        replace(hardware, cpu=with_changed(cpu, _doubled, "memory_bytes")),
-        replace(
-            setup,
-            cpu_memory_bytes=setup.cpu_memory_bytes + cpu.memory_bytes,
-            record_cpu_bytes=setup.record_cpu_bytes + cpu.memory_bytes,
-        ),
-    )
-    faster_cpu = with_changed(cpu, _doubled, "optimizer_params_per_s")
+    """Yield machines on which the same run may be faster, each with its description and the setup of the run on it."""
+    device = hardware.device
+    faster_cpu = with_changed(hardware.cpu, _doubled, "optimizer_params_per_s")
     yield "a CPU that runs the optimizer twice as fast", replace(hardware, cpu=faster_cpu), setup
     faster_device = with_changed(device, _doubled, "flops_per_s", "attention_flops_per_s")
     yield "a device with twice the FLOP/s", replace(hardware, device=faster_device), setup

@@ -125,6 +125,13 @@ def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
     return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))
 
 
+def decoded_per_s(hardware: HardwareProfile) -> float:
+    """Return how many packed weights the device decodes in a second, after they were copied to it."""
+    if hardware.device.shares_cpu:
+        return DECODED_PER_S
+    return (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
+
+
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
     """Return the seconds of one product or attention."""
     if operation.forward_s is not None:
@@ -476,10 +483,8 @@ class StepCosts:
         the same time. ``skipped_bytes`` of weights are in slots already. A device decodes between its copies."""
         share = self._decoded_numel / self._param_bytes if self._param_bytes else 0.0
         numel = max(0.0, self._decoded_numel - share * skipped_bytes) + self._decoded_per_expert_byte * expert_bytes
-        if not self._is_copied:
-            return numel / DECODED_PER_S, 0.0
-        rate = (self._hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
-        return 0.0, numel / rate * self._hardware.h2d_bytes_per_s
+        seconds = numel / decoded_per_s(self._hardware)
+        return (0.0, seconds * self._hardware.h2d_bytes_per_s) if self._is_copied else (seconds, 0.0)
 
     def _forward(self, choice: Choice) -> ResourceUse:
         experts = self._experts

@@ -155,7 +155,7 @@ def generate_text(
         clock = PassClock(engine)
         settings = request.settings() | {"logits_processor": LogitsProcessorList([clock])}
         links = links_to_other_ranks()
-        write = write if links.ranks.rank == 0 else _write_nothing
+        write = write if links.ranks.rank == 0 else lambda _text: None  # rank 0 writes the same text
         seed = request.seed
         if seed is None and request.is_sampled:  # all ranks draw the same tokens
             seed = int(links.all_gather("the seed of rank 0", str(secrets.randbits(63)).encode())[0])
@@ -218,10 +218,6 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._write(text)
-
-
-def _write_nothing(text: str) -> None:
-    """Ignore the text, because rank 0 writes the same text."""
 
 
 def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:

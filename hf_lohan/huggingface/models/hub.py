@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -75,8 +76,6 @@ class Checkpoint:
     """The `CODE_ARGUMENTS` that were given."""
     missing: Mapping[str, int] = field(default_factory=dict)
     """Maps names of weight files that are not in the cache to their sizes in bytes."""
-    renamed: Mapping[str, str | None] = field(default_factory=dict)
-    """Maps names of tied tensors to the names under which they are loaded, or to None if they are not loaded."""
 
     @classmethod
     def open(cls, path: str | Path, arguments: Mapping[str, Any] | None = None, *, weights: bool = True) -> Checkpoint:
@@ -169,17 +168,6 @@ class Checkpoint:
         set_implementations(config, {name: arguments.pop(name) for name in IMPLEMENTATIONS if name in arguments})
         return config
 
-    def as_tied(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the checkpoint's tensors with the names under which they are loaded (`renamed`)."""
-        named = ((self.renamed.get(name, name), tensor) for name, tensor in tensors.items())
-        return {name: tensor for name, tensor in named if name is not None}
-
-    def loading_arguments(self, model_class: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with which `from_pretrained` loads `folder`."""
-        others = {name: value for name, value in arguments.items() if name not in (*HUB_ARGUMENTS, *CODE_ARGUMENTS)}
-        is_auto_class = hasattr(model_class, "from_config")
-        return {**others, "trust_remote_code": False, **self.code} if is_auto_class else others
-
     def fetch_weights(self, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links) -> None:
         """Download the weights that are not in the cache, from the same commit as the small files. First log the space
         that the download and the store take on disk.
@@ -197,7 +185,7 @@ class Checkpoint:
                 self._check_room(sum(missing.values()), cache, records, config, links)
                 snapshot = Path(self.folder)
                 pinned = {"revision": snapshot.name} if snapshot.parent.name == "snapshots" else {}
-                patterns = [_exactly(file) for file in missing]
+                patterns = [*map(glob.escape, missing)]
                 try:
                     snapshot_download(self.name, allow_patterns=patterns, **{**self.hub, **pinned})
                 except _FAILURES as error:
@@ -231,11 +219,6 @@ class Checkpoint:
                 ) from None
             logger.warning("downloading %s: %s", self.name, takes)  # warnings are shown even without logging
             return
-
-    def name_model(self, model: Any) -> None:
-        """Set the path of a loaded model to its name in the Hub, as in a stock model, and not to the cache folder."""
-        if self.hub is not None:
-            model.config.name_or_path = model.name_or_path = self.name
 
 
 def adapter_folder(adapter: str | Path) -> str:
@@ -299,7 +282,7 @@ def _small_files(
             info = HfApi(token=hub.get("token")).model_info(name, files_metadata=True, **where)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
             _refuse_other_formats(name, sizes)
-            small = [_exactly(file) for file in sizes if _is_small(file, with_code=with_code)]
+            small = [glob.escape(file) for file in sizes if _is_small(file, with_code=with_code)]
             return snapshot_download(name, allow_patterns=small, **hub), sizes, None
         except _FAILURES as error:
             failure = error
@@ -353,11 +336,6 @@ def _download_command(name: str, hub: Mapping[str, Any]) -> str:
 
 def _has(folder: str, file: str) -> bool:
     return os.path.isfile(os.path.join(folder, file))
-
-
-def _exactly(file: str) -> str:
-    """Return a pattern that matches only this file."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in file)
 
 
 def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None) -> ValueError:

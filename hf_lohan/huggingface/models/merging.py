@@ -23,7 +23,6 @@ from hf_lohan.huggingface.models.hub import adapter_folder, check_safetensors
 from hf_lohan.huggingface.models.recipe import ModelRecipe, refuse_placement, take_torch_dtype
 from hf_lohan.huggingface.models.saving import SavedWeights, dtype_of_config, on_meta, save_weights
 from hf_lohan.huggingface.models.weight_sink import make_placeholders
-from hf_lohan.huggingface.progress import advance
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import Links
 
@@ -189,48 +188,29 @@ class _MergedWeights(SavedWeights):
     def dtype_of(self, name: str) -> torch.dtype:
         return self._parameters[name].dtype
 
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._value(name)
-        advance(weight.nbytes)
-        return weight
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        return self._weights[parameter]() if parameter in self._weights else parameter.data
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        weight = self._with_rows(name)
+    def _read_pieces(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        weight = self._with_rows(parameter)
         if weight is None:
-            yield self[name].reshape(-1)
-            return
+            return iter([self._read(parameter).reshape(-1)])
         num_rows = weight.form.shape[0]
         at_once = max(1, _PIECE_BYTES * num_rows // max(weight.form.nbytes, 1))
-        for first in range(0, num_rows, at_once):
-            rows = weight.rows(first, min(first + at_once, num_rows))
-            yield rows.reshape(-1)
-            advance(rows.nbytes)
+        firsts = range(0, num_rows, at_once)
+        return (weight.rows(first, min(first + at_once, num_rows)).reshape(-1) for first in firsts)
 
-    def rows(self, name: str, row: int | None) -> Tensor:
-        if row is None:
-            return self[name]
-        weight = self._with_rows(name)
-        rows = self._value(name)[row : row + 1] if weight is None else weight.rows(row, row + 1)
-        advance(rows.nbytes)
-        return rows
+    def _read_row(self, parameter: nn.Parameter, row: int) -> Tensor:
+        weight = self._with_rows(parameter)
+        return self._read(parameter)[row : row + 1] if weight is None else weight.rows(row, row + 1)
 
-    def _with_rows(self, name: str) -> UnreadWeight | None:
+    def _with_rows(self, parameter: nn.Parameter) -> UnreadWeight | None:
         """Return a weight if its rows can be read one by one, or None if it must be read whole."""
-        parameter = self._parameters[name]
         weight = self._weights.get(parameter)
-        is_merged = self._merges is not None and parameter in self._merges
-        return None if weight is None or is_merged or not weight.has_rows else weight
-
-    def _value(self, name: str) -> Tensor:
-        merged = self._merged(name)
-        return self._read(self._parameters[name]) if merged is None else merged
+        return weight if weight is not None and weight.has_rows else None
 
     def _to_merge(self, parameter: nn.Parameter) -> Tensor:
         return self._read(parameter).clone()
-
-    def _read(self, parameter: nn.Parameter) -> Tensor:
-        """Return the values of a weight. They may be a view of the file."""
-        return self._weights[parameter]() if parameter in self._weights else parameter.data
 
 
 def _copy_tokenizer(adapter: str, base: str, output: Path) -> None:

@@ -7,7 +7,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from hf_lohan.huggingface.models.adapters import adding_adapters, finished, fini
 from hf_lohan.huggingface.models.checkpoint_form import published_form, read_form
 from hf_lohan.huggingface.models.hub import (
     CODE_ARGUMENTS,
+    HUB_ARGUMENTS,
     Checkpoint,
     Tensors,
     check_safetensors,
@@ -105,6 +105,8 @@ class ModelRecipe:
         self.form = read_form(self.checkpoint.folder, config, said, stays_packed=stays_packed)
         self.settings = self.form.settings_asked(settings, quantization_config, self._compute_dtype)
         self.config = self._own_config = self.form.model_config
+        self._renamed: Mapping[str, str | None] = {}
+        """Maps names of tied tensors to the names under which they are loaded, or to None if they are not loaded."""
 
     def build(self, finish: Callable[[Any], Any] | None = None, *, is_trained: bool = True) -> None:
         """Make `skeleton`, `names` and `settings`. Raises ValueError for settings that cannot be combined with the
@@ -133,9 +135,15 @@ class ModelRecipe:
             build = partial(skeleton_of, self.model_class, dtype=self.dtype, code=self.checkpoint.code)
             self.checkpoint.fetch_weights(None, self.settings, self._links)
             with opened_tensors(Path(self.checkpoint.folder)) as tensors:
-                self.config, renamed = config_as_tied(tensors, self.checkpoint.folder, self.config, build, self.dtype)
+                self.config, self._renamed = config_as_tied(
+                    tensors, self.checkpoint.folder, self.config, build, self.dtype
+                )
             self._own_config = self.config
-            self.checkpoint = replace(self.checkpoint, renamed=renamed)
+
+    def _as_tied(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the checkpoint's tensors with the names under which they are loaded."""
+        named = ((self._renamed.get(name, name), tensor) for name, tensor in tensors.items())
+        return {name: tensor for name, tensor in named if name is not None}
 
     def check(self, layout: OffloadLayout) -> None:
         """Raise ValueError if the checkpoint cannot be stored in ``layout``, or if its files are damaged. Downloads
@@ -173,11 +181,15 @@ class ModelRecipe:
         yields a dict from unused tensor to its bytes. Weights that stay packed go to ``sink``. Warns of
         unused tensors. Raises ValueError if the checkpoint has no weight of the model."""
         checkpoint = self.checkpoint
-        arguments = checkpoint.loading_arguments(self.model_class, self._arguments)
+        beside = (*HUB_ARGUMENTS, *CODE_ARGUMENTS)  # the files are here, and auto classes alone run code
+        arguments = {name: value for name, value in self._arguments.items() if name not in beside}
+        if hasattr(self.model_class, "from_config"):
+            arguments |= {"trust_remote_code": False, **checkpoint.code}
         as_formed = tensors_replaced(lambda tensors: self.form.replace_tensors(tensors, sink))
-        with taking as unused, as_formed, tensors_replaced(checkpoint.as_tied):
+        with taking as unused, as_formed, tensors_replaced(self._as_tied):
             model = self.model_class.from_pretrained(checkpoint.folder, config=self.config, dtype=dtype, **arguments)
-        checkpoint.name_model(model)
+        if checkpoint.hub is not None:  # a stock model has this name too, and not the cache folder
+            model.config.name_or_path = model.name_or_path = checkpoint.name
         self.form.check_loaded(model, unused)
         if unused and all(parameter.device.type != "meta" for parameter in model.parameters()):
             raise ValueError(

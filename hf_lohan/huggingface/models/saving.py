@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from abc import abstractmethod
@@ -24,6 +23,7 @@ from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
 from hf_lohan.files.directories import disk_full_named
+from hf_lohan.huggingface.arguments import by_name, names_of
 from hf_lohan.huggingface.models.adapters import PendingMerges, saves_adapters
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.model import StoredForm
@@ -92,6 +92,12 @@ class StoredModel:
         return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
 
 
+def _counted(tensor: Tensor) -> Tensor:
+    """Show a tensor that was read in the progress of the work."""
+    advance(tensor.nbytes)
+    return tensor
+
+
 class SavedWeights(Mapping[str, Tensor]):
     """Maps names in a model's state dict to weights with adapters merged into them. Each access reads one weight."""
 
@@ -105,16 +111,37 @@ class SavedWeights(Mapping[str, Tensor]):
         """Return the dtype in which a weight is saved."""
 
     @abstractmethod
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Iterate over the pieces of a flattened weight. A piece is valid until the next piece is read."""
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        """Return a weight without adapters. It may be a view of a file."""
 
     @abstractmethod
-    def rows(self, name: str, row: int | None) -> Tensor:
-        """Return row ``row`` of a weight as [1, ...], or all rows if it is None."""
+    def _read_pieces(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """Iterate over the pieces of a flattened weight without adapters."""
+
+    @abstractmethod
+    def _read_row(self, parameter: nn.Parameter, row: int) -> Tensor:
+        """Return row ``row`` of a weight without adapters as [1, ...]."""
 
     @abstractmethod
     def _to_merge(self, parameter: nn.Parameter) -> Tensor:
         """Return a copy of a weight."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        merged = self._merged(name)
+        return _counted(self._read(self._parameters[name]) if merged is None else merged)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Iterate over the pieces of a flattened weight. A piece is valid until the next piece is read."""
+        merged = self._merged(name)
+        pieces = self._read_pieces(self._parameters[name]) if merged is None else [merged.view(-1)]
+        yield from map(_counted, pieces)
+
+    def rows(self, name: str, row: int | None) -> Tensor:
+        """Return row ``row`` of a weight as [1, ...], or all rows if it is None."""
+        if row is None:
+            return self[name]
+        merged = self._merged(name)
+        return _counted(self._read_row(self._parameters[name], row) if merged is None else merged[row : row + 1])
 
     def _merged(self, name: str) -> Tensor | None:
         """Return a weight with adapters merged into it, or None without such adapters. The last result is kept."""
@@ -124,7 +151,7 @@ class SavedWeights(Mapping[str, Tensor]):
         if parameter not in self._last_merged:
             self._last_merged.clear()  # frees memory before the next merge
             self._last_merged = self._merges.merged(parameter, self._to_merge)
-        return self._last_merged[parameter]
+        return self._last_merged[parameter].to("cpu", self.dtype_of(name)).contiguous()
 
     def __contains__(self, name: object) -> bool:
         return name in self._parameters  # the default of Mapping would read the weight
@@ -153,56 +180,35 @@ class StoredWeights(SavedWeights):
         block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
         return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
 
-    def __getitem__(self, name: str) -> Tensor:
-        stored_name = self._stored_name[name]
-        if (merged := self._merged(name)) is not None:
-            advance(merged.nbytes)
-            return merged
-        if stored_name in self._stored_model.dtypes:
-            shape = self._stored_model.reads.parts[stored_name][0][1].shape
-            return self._elements(stored_name, 0, shape.numel()).view(shape)
-        weight = self._stored_model.reads.read_parameter(stored_name)
-        advance(weight.nbytes)
-        return weight
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        stored_name, reads = self._name_of[parameter], self._stored_model.reads
+        if stored_name not in self._stored_model.dtypes:
+            return reads.read_parameter(stored_name)
+        shape = reads.parts[stored_name][0][1].shape
+        return self._elements(stored_name, 0, shape.numel()).view(shape)
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        stored_name = self._stored_name[name]
-        if self._merged(name) is not None:
-            yield self[name].view(-1)
-            return
-        if stored_name in self._stored_model.dtypes:
-            numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
-            for first in range(0, numel, _MASTERS_NUMEL):
-                yield self._elements(stored_name, first, min(first + _MASTERS_NUMEL, numel))
-            return
-        for _, piece in self._stored_model.reads.read_pieces(stored_name, "param"):
-            yield piece
-            advance(piece.nbytes)
+    def _read_pieces(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        stored_name, reads = self._name_of[parameter], self._stored_model.reads
+        if stored_name not in self._stored_model.dtypes:
+            return (piece for _, piece in reads.read_pieces(stored_name, "param"))
+        numel = reads.parts[stored_name][0][1].shape.numel()
+        firsts = range(0, numel, _MASTERS_NUMEL)
+        return (self._elements(stored_name, first, min(first + _MASTERS_NUMEL, numel)) for first in firsts)
+
+    def _read_row(self, parameter: nn.Parameter, row: int) -> Tensor:
+        stored_name = self._name_of[parameter]
+        shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
+        return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
     def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
         """Return elements [first, last) of a flattened weight, in the dtype in which it is saved."""
         reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
         read = reads.read_masters if dtype == torch.float32 else reads.read_elements
         elements = read(stored_name, first, last)
-        advance(elements.nbytes)
         return elements if dtype is None else elements.to(dtype)
-
-    def rows(self, name: str, row: int | None) -> Tensor:
-        if row is None:
-            return self[name]
-        if (merged := self._merged(name)) is not None:
-            advance(merged[row].nbytes)
-            return merged[row : row + 1]
-        stored_name = self._stored_name[name]
-        shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
-        return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
     def _to_merge(self, parameter: nn.Parameter) -> Tensor:
         return self._stored_model.reads.read_parameter(self._name_of[parameter])
-
-    def _merged(self, name: str) -> Tensor | None:
-        merged = super()._merged(name)
-        return None if merged is None else merged.to("cpu", self.dtype_of(name)).contiguous()
 
     def aliases(self) -> set[str]:
         """Return all names of tied weights except each weight's first name."""
@@ -235,19 +241,12 @@ def save_pretrained_from_store(
 ) -> Any:
     """Call `save_from_store`. All ranks call this together."""
     save = partial(save_from_store, stock=stock, save_directory=save_directory)
-    return save_together(stored_model, save_directory, save, **given_by_position(stock, args), **kwargs)
+    return save_together(stored_model, save_directory, save, **saving_arguments(stock, args, kwargs))
 
 
-def given_by_position(stock: Callable[..., Any], given: Sequence[Any]) -> dict[str, Any]:
-    """Return a dict from name to value for the arguments that were ``given`` to the method ``stock`` by position, after
-    the folder. Raises TypeError for too many arguments."""
-    parameters = inspect.signature(stock).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
-    if len(given) > len(names):
-        raise TypeError(
-            f"{stock.__qualname__} takes {len(names)} arguments after the folder by position, not {len(given)}"
-        )
-    return dict(zip(names, given, strict=False))
+def saving_arguments(stock: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the method ``stock`` after the folder by name. Raises TypeError as a call would."""
+    return by_name(f"after the folder, {stock.__qualname__}", (names_of(stock) or [])[1:], given, named)
 
 
 def save_from_store(

@@ -18,10 +18,10 @@ from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.huggingface.models.hub import safetensors_files
 from hf_lohan.huggingface.models.saving import (
     StoredModel,
-    given_by_position,
     num_bytes,
     save_together,
     saved_state_dict,
+    saving_arguments,
 )
 from hf_lohan.huggingface.models.weight_sink import WeightSink
 from hf_lohan.huggingface.progress import long_work
@@ -101,9 +101,9 @@ def is_of_diffusers(model: nn.Module) -> bool:
 
 def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
     """Call `save_diffusers_from_store`. All ranks call this together."""
-    named = given_by_position(type(stored_model.model).save_pretrained, args)
+    named = saving_arguments(type(stored_model.model).save_pretrained, args, kwargs)
     save = partial(save_diffusers_from_store, save_directory=save_directory)
-    save_together(stored_model, save_directory, save, **named, **kwargs)
+    save_together(stored_model, save_directory, save, **named)
 
 
 def save_diffusers_from_store(

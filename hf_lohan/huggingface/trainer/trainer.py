@@ -37,7 +37,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
-from hf_lohan.huggingface.arguments import NOT_GIVEN, choose_offload, take_launched_precision
+from hf_lohan.huggingface.arguments import NOT_GIVEN, by_name, choose_offload, names_of, take_launched_precision
 from hf_lohan.huggingface.attachment import from_pretrained, offload_model
 from hf_lohan.huggingface.compiling import check_compiling
 from hf_lohan.huggingface.equal_runs import check_equal_arguments
@@ -70,7 +70,7 @@ from hf_lohan.huggingface.ranks import check_sequence_ranks, ranks_here
 from hf_lohan.huggingface.trainer.in_memory import choose_place, load_in_memory
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
-from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
+from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin
 from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
 from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.model import base_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.costs import BudgetError
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.arguments import NOT_GIVEN
+from hf_lohan.huggingface.arguments import NOT_GIVEN, by_name, names_of
 from hf_lohan.huggingface.attachment import from_pretrained, offload_model
 from hf_lohan.huggingface.guards import check_trl
 from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
@@ -199,24 +198,6 @@ def initialize_before(trainer_class: type[Any]) -> None:
             return stock_pass(self, *args, **kwargs)
 
         setattr(trainer_class, "_precompute_ref_logps", precompute)  # noqa: B010
-
-
-def names_of(init: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments that ``init`` takes by position, or None if their number is not limited."""
-    parameters = inspect.signature(init).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return None
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-
-
-def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. Raises TypeError for arguments that a call of ``what`` would refuse."""
-    if len(given) > len(names):
-        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}; pass the rest by name")
-    by_position = dict(zip(names, given, strict=False))
-    if twice := by_position.keys() & named.keys():
-        raise TypeError(f"{what} got {min(twice)!r} by position and by name; pass it once")
-    return {**by_position, **named}
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:

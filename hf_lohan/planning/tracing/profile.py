@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,17 +78,13 @@ def trace_model(
             fake_mode, layers, outer, weights=weights, experts=experts, on_paper=on_paper, attention=attention
         )
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
-        stack.enter_context(whole_logits(model))
-        chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=trace.repeat)
+        stack.enter_context(loss_in_chunks(model, chunked_loss, trace.repeat))
         stack.enter_context(whole_layers(model))
         if on_paper is not None:
             stack.enter_context(on_paper.layers.masks_pending())
             on_paper.layers.begin_forward()
             for norm in on_paper.layers.norms:
                 stack.enter_context(norm.traced(on_paper.tokens_of_norms, trace.repeat))
-        chunked_head = chunked_head_of(model, chunked_loss)
-        if chunked_head is not None:
-            stack.callback(chunked_head.attach())
         if attention is not None:
             stack.enter_context(attention)
         stack.enter_context(trace())
@@ -146,6 +142,17 @@ def on_fake_tensors(model: nn.Module, device: torch.device) -> Iterator[tuple[Fa
         tensors = _fake_tensors(model, device)
     with state_kept(model, device, spared=model.buffers()):
         yield fake_mode, tensors
+
+
+@contextlib.contextmanager
+def loss_in_chunks(model: nn.Module, chunked_loss: ChunkedLoss | None, repeat: Callable[[int], None]) -> Iterator[None]:
+    """In this context, a forward computes the loss in chunks if ``chunked_loss`` says so. ``repeat``: `on_repeat`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(whole_logits(model))
+        chunked_head = chunked_head_of(model, chunked_loss and replace(chunked_loss, on_repeat=repeat))
+        if chunked_head is not None:
+            stack.callback(chunked_head.attach())
+        yield
 
 
 def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

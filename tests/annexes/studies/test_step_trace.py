@@ -138,7 +138,7 @@ def test_addresses_of_a_real_step_in_chunks(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_many_layers_are_not_traced_and_equal_chunks_of_the_loss_are_traced_once() -> None:
+def test_equal_layers_have_equal_operations_and_equal_chunks_of_the_loss_are_traced_once() -> None:
     def trace(num_layers: int, tokens: int) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_config("llama", num_layers=num_layers, hidden_size=32))

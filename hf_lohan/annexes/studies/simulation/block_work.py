@@ -13,12 +13,12 @@ from hf_lohan.costs.hardware_profile import HardwareProfile
 from hf_lohan.costs.model_profile import BlockProfile, ModelProfile
 from hf_lohan.costs.offload_plan import INPUT, LayerPlacements, OffloadPlan, Placement, TrainingSetup
 from hf_lohan.costs.pool_plan import MAX_CHUNK_NUMEL, SizeClass
-from hf_lohan.costs.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
 from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.costs.step.expert_costs import ExpertCosts
 from hf_lohan.costs.step.step_costs import (
     block_forward_s,
     cheap_recompute_s,
+    decoded_per_s,
     experts_forward_s,
     gradient_itemsize,
     lending_layers,
@@ -130,7 +130,7 @@ def block_works(
                 is_layer=is_layer,
                 param_bytes=block.loaded_bytes,
                 read_bytes=max(0.0, block.read_bytes - resident[block.name]),
-                decode_s=_decode_s(block, hardware),
+                decode_s=block.decoded_numel / decoded_per_s(hardware),
                 forward_s=block_forward_s(block, hardware),
                 backward_s=_backward_s(block, hardware, setup, placements, is_layer=is_layer),
                 expert_bytes=(
@@ -208,11 +208,3 @@ def _reloads(block: BlockProfile, placements: LayerPlacements) -> int:
         operation.loads_experts and placements.get(operation.name, Placement.RECOMPUTE) is Placement.RECOMPUTE
         for operation in block.operations
     )
-
-
-def _decode_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """Return the seconds of decoding a block's packed weights, after they were copied to the device."""
-    if hardware.device.shares_cpu:
-        return block.decoded_numel / DECODED_PER_S
-    rate = (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
-    return block.decoded_numel / rate
