@@ -277,8 +277,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the function writes to an absent tensor."""
-    written = [kwargs.get("out")]
+    """Return whether the function writes to an absent tensor, as embeddings with `max_norm` do."""
+    written = [kwargs.get("out"), *(args[1:2] if kwargs.get("max_norm") is not None else ())]
     if name in ("__setitem__", "set_data") or (name.startswith("__i") and name.rstrip("_")[3:] in _IN_PLACE):
         written.append(args[0])
     elif name.endswith("_") and not name.endswith("__") and name not in _SHAPE_FUNCTIONS:

@@ -89,4 +89,4 @@ def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers:
 
 
 def _copied_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model).items()}
+    return {name: buffer.detach().cpu().contiguous().clone() for name, buffer in persistent_buffers(model).items()}

@@ -19,6 +19,7 @@ from hf_lohan.model.discovery import (
     DiscoveryError,
     ModelBlocks,
     Rules,
+    WrittenWeightError,
     adamw_everywhere,
     discover_blocks,
     hidden_matrices,
@@ -34,12 +35,7 @@ from hf_lohan.model.embedding_table import (
     why_whole,
     with_rows,
 )
-from hf_lohan.model.experts import (
-    experts_as_stored,
-    find_experts,
-    owners_as_stored,
-    owners_by_name,
-)
+from hf_lohan.model.experts import experts_as_stored, find_experts, owners_as_stored, owners_by_name
 from hf_lohan.model.stored_form import (
     StoredForm,
     assign_shards,

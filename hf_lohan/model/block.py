@@ -373,10 +373,8 @@ def lay_out_block(
         was_trainable, was_packed = parameter.requires_grad, form is not None
         part = ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last, form)
         if form is not None:
-            part.codes_start, part.scales_start = (
-                round_up(codes_start, max(form.cut_bytes, SECTION_BYTES)),
-                scales_start,
-            )
+            part.codes_start = round_up(codes_start, max(form.cut_bytes, SECTION_BYTES))
+            part.scales_start = scales_start
             codes_start, scales_start = part.codes_stop, round_up(part.scales_stop, SECTION_BYTES)
         slices.append(part)
         start = round_up(start + last - first, PARAM_ALIGN_NUMEL)

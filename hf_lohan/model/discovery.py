@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_lohan.compat.torch_private import storage_id
+from hf_lohan.compat.torch_private import storage_id, tree_leaves
 from hf_lohan.costs import Quantization, SizeClass
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_large_granules
 from hf_lohan.model.experts import FusedExperts, find_experts
@@ -40,6 +40,17 @@ def adamw_everywhere(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
 
 class DiscoveryError(ValueError):
     """The model has no layers that can stream."""
+
+
+class WrittenWeightError(ValueError):
+    """A forward or backward changes a weight."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is changed while the model runs, as by nn.Embedding(max_norm=...) or weight.data.clamp_() in a "
+            "forward, and the store would not get the change; change weights between steps within "
+            "hf_lohan.gathered_parameters(...), or make what a forward changes a buffer"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,10 +95,8 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
             ", ".join(sorted({type(layer).__name__ for layer in layers.values()})),
             ", ".join(sorted(no_split)),
         )
-    if not layers:
-        layers = _outermost({name: m for name, m in named.items() if type(m).__name__ in no_split})
-    if not layers:
-        layers = _layers_in_lists(model)
+    layers = layers or _outermost({name: m for name, m in named.items() if type(m).__name__ in no_split})
+    layers = layers or _layers_in_lists(model)
     if not layers:
         raise DiscoveryError(
             f"{type(model).__name__} has no {_LAYER_BASE_CLASS} layers, no _no_split_modules and no list of modules of "
@@ -118,13 +127,8 @@ def _layers_in_lists(model: nn.Module) -> dict[str, nn.Module]:
 def _may_be_layers(modules: nn.ModuleList) -> bool:
     """Return whether the list has several children of one class that can be called and have weights."""
     classes = {type(child) for child in modules}
-    called = all(_is_callable(child) for child in modules)
+    called = all(type(child).forward is not nn.Module.forward for child in modules)  # lists and dicts have no forward
     return len(modules) > 1 and len(classes) == 1 and called and all(any(True for _ in m.parameters()) for m in modules)
-
-
-def _is_callable(module: nn.Module) -> bool:
-    """Return whether the module has a forward. Lists and dicts of modules have no forward."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -184,6 +188,7 @@ def discover_blocks(
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     _refuse_shared_memory(names)
+    _refuse_kept_views(model, names)
     rule_of = rules(model)
     kept = kept_in_float32(model) if working_dtype == torch.bfloat16 else set[str]()
 
@@ -289,6 +294,20 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
                         "update together as torch does; tie them with one nn.Parameter (b.weight = a.weight), give one "
                         "a copy (clone()), or leave ensure_weight_tying of PEFT out"
                     )
+
+
+def _refuse_kept_views(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ValueError if a module keeps a tensor in the memory of a trained parameter. No update would reach it."""
+    trained = {storage_id(p): name for p, name in names.items() if p.requires_grad and type(p) is nn.Parameter}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+            shared = {storage_id(leaf) for leaf in leaves if not isinstance(leaf, nn.Parameter)} & trained.keys()
+            if shared and not hasattr(module, f"{name}_orig"):  # spectral_norm makes such a tensor again
+                raise ValueError(
+                    f"{path or type(model).__name__} keeps a tensor in the memory of {trained[shared.pop()]}, which is "
+                    "trained, but updates in the store would not reach this tensor; make it in the forward, or clone it"
+                )
 
 
 def _first_byte(parameter: nn.Parameter) -> int:

@@ -139,9 +139,7 @@ def owners_by_name(by_rank: Iterable[Iterable[str]], experts: Iterable[str]) -> 
 def _stored_blocks(model: nn.Module, paths: Sequence[SsdPath]) -> set[str] | None:
     """Return the names of the blocks in the model's store at these paths; None if there is no store of this model."""
     manifest = read_manifest(paths[0].path)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if manifest is None:
+    own = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    if manifest is None or (manifest.model.model_class, manifest.model.num_parameters) != own:
         return None
-    of_store, of_model = manifest.model, (type(model).__name__, num_parameters)
-    is_own = (of_store.model_class, of_store.num_parameters) == of_model
-    return {record.block for record in manifest.layout.records} if is_own else None
+    return {record.block for record in manifest.layout.records}

@@ -57,10 +57,8 @@ def packed_forms(
         is_matrix = type(module) is nn.Linear or is_transposed(module)
         if is_matrix and is_named(plain_name, skip):
             skipped.add(weight)
-        elif type(module) is nn.Linear:
-            forms[weight] = _form_of(quantization, weight.shape)
-        elif is_transposed(module):
-            forms[weight] = _form_of(quantization, weight.shape, is_transposed=True)
+        elif is_matrix:
+            forms[weight] = _form_of(quantization, weight.shape, is_transposed=is_transposed(module))
     for name, experts in fused_experts(model).items():
         plain_name = _module_in_base(name)
         is_of_expert = {n: p.dim() > 2 and p.shape[0] == experts.num_experts for n, p in experts.parameters.items()}
@@ -71,12 +69,8 @@ def packed_forms(
             for param_name, parameter in matrices.items():
                 _refuse_partial_blocks(f"{name}.{param_name}", parameter[0].numel(), quantization)
                 forms[parameter] = _form_of(quantization, parameter.shape[1:])
-    others = {
-        parameter
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if isinstance(module, nn.Embedding)
-    }
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    others = {parameter for module in tables for parameter in module.parameters(recurse=False)}
     frozen = {p: form for p, form in forms.items() if not p.requires_grad and p not in others and p.numel()}
     if not frozen and any(not p.requires_grad and p not in others for p in skipped):
         raise ValueError(

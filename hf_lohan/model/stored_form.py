@@ -145,12 +145,6 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
     return specs
 
 
-def quantize_text(part: ParamSlice) -> str:
-    """Return the setting `quantize` with which a packed parameter was packed, as text."""
-    assert part.packed is not None
-    return part.packed.setting
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch.", such as "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -166,9 +160,8 @@ def _identify(
     model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
 ) -> ModelIdentity:
     """Return a model's identity. Models share a store only if parameters have the same names, shapes and offsets."""
-    text = [type(model).__name__]
-    text += [_text_of(part) for block in blocks for part in block.slices]
-    text += [str(spec) for spec in records]
+    slices = (part for block in blocks for part in block.slices)
+    text = [type(model).__name__, *map(_text_of, slices), *map(str, records)]
     optimizer = " + ".join(sorted({str(block.master.rule) for block in blocks if block.state_numel})) or str(ADAMW)
     text += [optimizer] if optimizer != str(ADAMW) else []
     return ModelIdentity(
@@ -177,5 +170,5 @@ def _identify(
         fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
         optimizer_state_dtype=moment_dtype,
         optimizer=optimizer,
-        quantize=next((quantize_text(part) for block in blocks for part in block.packed_slices), "none"),
+        quantize=next((p.packed.setting for block in blocks for p in block.slices if p.packed is not None), "none"),
     )

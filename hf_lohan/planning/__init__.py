@@ -18,12 +18,7 @@ from hf_lohan.planning.kept_weights import (
 )
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.lengths import LongestRow, PlannedEpoch, longest_row, plan_epoch, read_lengths
-from hf_lohan.planning.order import (
-    MicroBatches,
-    check_same_layers,
-    check_together,
-    why_not_together,
-)
+from hf_lohan.planning.order import MicroBatches, check_same_layers, check_together, why_not_together
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step
 from hf_lohan.planning.tracing.traced_blocks import forward_without_values, trace_blocks

@@ -34,13 +34,8 @@ from hf_lohan.costs import (
 )
 from hf_lohan.device import Device
 from hf_lohan.files.durable_file import read_whole, replace_durably
-from hf_lohan.hardware import (
-    MeasuringEffort,
-    cached_hardware,
-    has_cached_hardware,
-    measure_computing,
-    with_gpu_link,
-)
+from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware, measure_computing, with_gpu_link
+from hf_lohan.model import WrittenWeightError
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import MeasuredComputing, StepTimes, corrected_hardware, fixed_s, usual_step
 from hf_lohan.planning.shared_machine import measure_network
@@ -348,6 +343,8 @@ class RunPlan:
             hardware = now.hardware if self._of_longer is None else computing.of_now(now.hardware)
             lost_s = shape.num_micro_batches * shape.num_together * fixed_s(now, hardware)
             return _scaled_to_measured(planned, planned.plan.prediction.step_s + lost_s) if lost_s else planned
+        except WrittenWeightError:
+            raise
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
@@ -527,10 +524,7 @@ def stock_fit(
     the model cannot be traced, or if it has layers for other inputs than text and not ``has_text_alone``."""
     with hooks_taken_off(model):
         traced = trace_blocks(
-            model,
-            batch_size=shape.batch_size,
-            sequence_length=shape.sequence_length,
-            device=device.torch_device,
+            model, batch_size=shape.batch_size, sequence_length=shape.sequence_length, device=device.torch_device
         )
     if not has_text_alone and (unreached := _layers_without_text(traced.profile)):
         raise ValueError(

@@ -82,7 +82,7 @@ class BlockLoader:
         with self._ring.lock:
             self._schedule.begin_pass(is_training=is_training)
             self._reset_failure()
-            self._order_loads()
+            self._ring.changed.notify_all()
         if self.beside is not None:
             self.beside.begin_pass(is_training=is_training)
 
@@ -90,7 +90,7 @@ class BlockLoader:
         """Begin to load the blocks that the next pass of this kind needs first."""
         with self._ring.lock:
             self._schedule.foresee_pass(is_training=is_training)
-            self._order_loads()
+            self._ring.changed.notify_all()
         if self.beside is not None:
             self.beside.foresee_pass(is_training=is_training)
 
@@ -98,7 +98,7 @@ class BlockLoader:
         """End a complete pass. The next pass of its kind follows its order."""
         with self._ring.lock:
             self._schedule.end_pass()
-            self._order_loads()  # a pass that this pass interrupted may continue
+            self._ring.changed.notify_all()  # a pass that this one interrupted may continue
         if self.beside is not None:
             self.beside.end_pass()
 
@@ -132,7 +132,7 @@ class BlockLoader:
             self._order_urgent(block)
             slot = self._ring.pin(block)
             assert slot is not None
-        self._order_loads()
+        self._ring.changed.notify_all()
         self._ring.changed.wait_for(lambda: slot.ready is not None or self._is_broken)
         self._raise_failure()
         assert slot.ready is not None
@@ -159,9 +159,6 @@ class BlockLoader:
         self._thread.join()
         if self.beside is not None:
             self.beside.close()
-
-    def _order_loads(self) -> None:
-        self._ring.changed.notify_all()  # the thread chooses
 
     def _order_urgent(self, block: Block) -> None:
         """Wait until an unforeseen block has a slot. Raises the error that prevents it. The caller holds the lock."""

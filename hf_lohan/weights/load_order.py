@@ -47,11 +47,7 @@ class NextLoad(ABC):
 class NextLayer(NextLoad):
     """Follows a `LoadSchedule`, in slots of all classes except EXPERT."""
 
-    def __init__(
-        self,
-        schedule: LoadSchedule,
-        ring: SlotRing,
-    ) -> None:
+    def __init__(self, schedule: LoadSchedule, ring: SlotRing) -> None:
         super().__init__()
         self._schedule = schedule
         self._ring = ring

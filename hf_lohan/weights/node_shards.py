@@ -62,9 +62,8 @@ class SharedRegions:
     def find_start(self, num_bytes: int) -> int | None:
         """Return the offset in bytes for the next block; None while other blocks occupy the region."""
         start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
-        if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
-            return None
-        return start
+        is_taken = any(first < start + num_bytes and start < last for first, last in self._regions.values())
+        return None if is_taken else start
 
     def take_region(self, number: int, start: int, num_bytes: int) -> None:
         """Assign this region to load ``number``."""
@@ -77,13 +76,11 @@ class SharedRegions:
 
 
 def has_part(block: Block, rank: int) -> bool:
-    first, last = block.rank_ranges[rank]
-    return first < last
+    return block.rank_ranges[rank][0] < block.rank_ranges[rank][1]
 
 
 def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
-    first, last = block.rank_ranges[rank]
-    return entry[first:last]
+    return entry[slice(*block.rank_ranges[rank])]
 
 
 class DeviceCopies:

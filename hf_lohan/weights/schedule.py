@@ -201,8 +201,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
 
     def use_for_operation(self, block: Block) -> None:
         """Note the use. Several operations in a row that read the same block are one use."""
-        used = self._now.used
-        if not used or used[-1] is not block:
+        if self._now.used[-1:] != [block]:
             self.use(block)
 
     def cancel_pass(self) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
-from hf_lohan.compat.torch_private import StorageWeakRef, in_own_storage, tree_map
+from hf_lohan.compat.torch_private import StorageWeakRef, in_own_storage, storage_id, tree_map, version_of
 from hf_lohan.costs import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.model import Block
+from hf_lohan.model import Block, ParamSlice, WrittenWeightError
 from hf_lohan.updates import BorrowedSlot, WeightChange, WeightSlots
 
 _NUM_LAST_CHANGES = 64
@@ -44,6 +44,7 @@ class Slot:
     """Whether the block stays permanently."""
     shown: Tensor | None = None
     """`weights` as a tensor with its own storage, while the block's parameters are views of this tensor."""
+    versions: dict[nn.Parameter, int] = field(default_factory=dict)  # of the parameters when they became views
 
     @property
     def is_claimable(self) -> bool:
@@ -153,25 +154,31 @@ class SlotRing(WeightSlots):
 
     def show(self, block: Block) -> None:
         """Make the block's parameters views of its pinned slot."""
-        for part in block.slices:
-            assert part.is_whole, f"{part.name} is in several blocks, so no single block can show it"
         slot = self.slot_of(block)
         if slot.shown is None:
             slot.shown = in_own_storage(slot.weights)
+            slot.versions = {part.parameter: version_of(part.parameter) for part in block.slices}
         for part in block.slices:
+            assert part.is_whole, f"{part.name} is in several blocks, so no single block can show it"
             AbsentParameter.show(part.parameter, slot.shown[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> bool:
-        """Make the block's parameters absent. A parameter in several blocks is always absent. Returns whether other
-        views of the shown weights exist, which may get another block's values."""
+        """Make the block's parameters absent, or raise WrittenWeightError if one has changed. One in several blocks is
+        always absent. Returns whether other views of the shown weights exist, which may get another block's values."""
+        slot = self._holder.get(block)
+        written: str | None = None
         for part in block.slices:
             if not part.first:
+                written = part.name if slot is not None and _has_changed(slot, part) else written
                 AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
-        slot = self._holder.get(block)
         if slot is None or slot.shown is None:
             return False
         storage = StorageWeakRef(slot.shown.untyped_storage())
         slot.shown = None
+        if written is not None:
+            with self.lock:
+                self._empty(slot)  # the next pass loads it again
+            raise WrittenWeightError(written)
         return not (storage.expired() or block.size_class is SizeClass.RESIDENT)  # a resident block has its own slot
 
     def has_room_for(self, block: Block) -> bool:
@@ -191,10 +198,9 @@ class SlotRing(WeightSlots):
     def unpin_all(self) -> None:
         """Unpin all blocks, after an exception."""
         with self.lock:
-            for slot in self._all():
-                if slot.num_pins:
-                    slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
-                    slot.num_pins = 0
+            for slot in (slot for slot in self._all() if slot.num_pins):
+                slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
+                slot.num_pins = 0
             self.changed.notify_all()
 
     def num_loads(self, block: Block) -> int:
@@ -315,3 +321,12 @@ class SlotRing(WeightSlots):
             del self._holder[slot.block]
             self._held_bytes -= slot.weights.untyped_storage().nbytes()
         slot.block, slot.ready, slot.is_kept = None, None, False
+
+
+def _has_changed(slot: Slot, part: ParamSlice) -> bool:
+    """Return whether a shown parameter was written to, or got other values by `.data`."""
+    if slot.shown is None or isinstance(part.parameter, AbsentParameter):
+        return False
+    if storage_id(part.parameter) == storage_id(slot.shown):
+        return version_of(part.parameter) != slot.versions[part.parameter]
+    return not torch.equal(part.parameter, slot.shown[part.start : part.stop].view(part.shape))

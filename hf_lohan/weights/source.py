@@ -195,7 +195,7 @@ class LocalWeights:
 
         load = _Load(block, slot, end)
         try:
-            if self._is_direct(block) and any(True for _ in delivery.ranges_to_read()):
+            if self._reads_to_device(block.name, PARAM) and any(True for _ in delivery.ranges_to_read()):
                 self._wait_for_lane()
                 load.has_waited = True
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
@@ -246,12 +246,11 @@ class LocalWeights:
 
     def _order_part(self, load: _Load, kind: str, start: int, stop: int) -> None:
         buffer = None
-        is_direct = load.has_waited and self._is_direct(load.block)  # a block may catch up while it loads
+        view = load.slot.weights[start:stop]
+        is_direct = load.has_waited and self._reads_to_device(load.block.name, PARAM)  # a block may catch up
         if kind != PARAM or not (self._device.memory_is_host or is_direct):
             buffer = self._free_buffer()
             view = buffer.view(load.block.master.working_dtype if kind == PARAM else torch.uint8, stop - start)
-        else:
-            view = load.slot.weights[start:stop]
         try:
             read = self._store.read(load.block.name, kind, start, view, is_urgent=True)
         except BaseException:
@@ -260,9 +259,6 @@ class LocalWeights:
             raise
         load.num_reading += 1
         self._reading.append(_SliceRead(load, read, buffer, start, stop, kind))
-
-    def _is_direct(self, block: Block) -> bool:
-        return self._reads_to_device(block.name, PARAM)
 
     def _wait_for_lane(self) -> None:
         """Wait until nothing uses the slot of the next load any more, because a drive does not wait for events. The

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.model import WrittenWeightError
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -109,6 +111,66 @@ def test_writing_or_copying_an_absent_weight_is_refused(
         call(model)
     assert "__reduce_ex__" not in str(caught.value)
     assert torch.equal(weight_of(model).clone(), weight_of(tiny_model("llama")))
+
+
+def move(weight: nn.Parameter, scale: float = 1.0) -> None:
+    weight.data = weight.data * scale
+
+
+class Changing(nn.Linear):
+    """Calls `change` with its weight in its forward."""
+
+    change: Callable[[nn.Parameter], Any]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.change(self.weight)
+        return super().forward(hidden)
+
+
+def change_in_forward(model: Any, name: str, change: Callable[[nn.Parameter], Any]) -> Any:
+    layer = model.get_submodule(NAME.rpartition(".")[0])
+    layer.__class__, layer.change = type(name, (Changing,), {}), change  # models of equal names are traced once
+    return layer
+
+
+FORWARD_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "no_grad": torch.no_grad()(lambda weight: weight.clamp_(-0.01, 0.01)),
+    "a row": lambda weight: weight.detach()[3].zero_(),
+    "data =": lambda weight: move(weight, 0.5),
+    "max_norm": lambda weight: functional.embedding(torch.tensor([3]), weight, max_norm=0.01),
+    "data": lambda weight: weight.data.mul_(0.5),  # only the trace sees it, because `.data` counts no versions
+}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("name", FORWARD_WRITES)
+def test_a_forward_that_changes_a_weight_is_refused(name: str, is_training: bool, offload: Offload) -> None:
+    if name == "data" and not is_training:
+        pytest.skip("an evaluation is not traced")
+    model, stock = tiny_model("llama"), tiny_model("llama")
+    offload(model)
+    layer = change_in_forward(model, name, FORWARD_WRITES[name])
+    with torch.set_grad_enabled(is_training), pytest.raises(WrittenWeightError, match=rf"^{NAME} is changed while"):
+        model(**tiny_batch())
+    layer.change = lambda _weight: None
+    assert torch.equal(model(**tiny_batch()).loss, stock(**tiny_batch()).loss), "the store has the change"
+
+
+def test_a_weight_that_moves_in_a_forward_trains_as_stock(offload: Offload) -> None:
+    """As `flatten_parameters` of an RNN moves weights on a GPU."""
+    losses = []
+    for model, is_ours in ((tiny_model("llama"), True), (tiny_model("llama"), False)):
+        change_in_forward(model, "moves", move)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if is_ours:
+            optimizer = OffloadAdamW(model.parameters(), lr=1e-2, engine=offload(model))
+        for seed in range(3):
+            loss = model(**tiny_batch(seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
 
 
 def scale_gradients(model: Any) -> None:

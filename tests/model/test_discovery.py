@@ -195,6 +195,31 @@ def test_trained_parameters_in_one_memory_are_refused(change: Any, names: str, d
         discover_blocks(model)
 
 
+def view_as_attribute(model: Any) -> None:
+    model.model.layers[1].head = model.lm_head.weight.t()
+
+
+def view_as_buffer(model: Any) -> None:
+    model.model.layers[1].register_buffer("head", model.lm_head.weight.detach())
+
+
+def views_in_a_list(model: Any) -> None:
+    model.model.layers[1].heads = [torch.zeros(3), {"all": [model.lm_head.weight.data[3:]]}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("change", [view_as_attribute, view_as_buffer, views_in_a_list])
+def test_a_kept_view_of_a_trained_weight_is_refused(change: Any, device: str) -> None:
+    with torch.device(device):
+        model = tiny_model("llama")
+        change(model)
+        model.model.layers[0].mlp.up_proj = nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)  # keeps one too
+    with pytest.raises(ValueError, match=r"^model.layers.1 keeps a tensor in the memory of lm_head.weight, which"):
+        discover_blocks(model)
+    model.lm_head.requires_grad_(False)
+    discover_blocks(model)
+
+
 def test_adapters_that_peft_ties_by_memory_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)

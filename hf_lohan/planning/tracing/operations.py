@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from hf_lohan.compat.torch_private import (
 )
 from hf_lohan.costs.model_profile import Fusion, OperationProfile
 from hf_lohan.hardware import AttentionShape, MatrixShape
+from hf_lohan.model import WrittenWeightError
 from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 _NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
 
 _MAX_REAL_NUMEL = 1 << 22
@@ -268,6 +271,14 @@ def _is_mutable(func: Operation) -> bool:
     return isinstance(func, OpOverload) and bool(schema_of(func).is_mutable)
 
 
+def _written_by(func: Operation, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield the arguments that a call writes to."""
+    if isinstance(func, OpOverload) and schema_of(func).is_mutable:
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tensors_in(value)
+
+
 def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the bytes that a call reads and writes in the device's memory; 0 for views."""
     read = list(tensors_in((args, kwargs)))
@@ -349,10 +360,11 @@ class FakeOperations(TorchDispatchMode):
 
 
 class OperationTrace(FakeOperations):
-    """Counts operations for the block `target`."""
+    """Counts operations for the block `target`. Raises WrittenWeightError for an operation that writes to a weight."""
 
-    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode, weights: Mapping[str, Tensor] = _NONE) -> None:
         super().__init__(fake_mode)
+        self._weight_names = {storage_id(weight): name for name, weight in weights.items()}
         self.target = target
         """The block that operations are added to. It is replaced when another block begins."""
         self.live = LiveBytes()
@@ -361,6 +373,9 @@ class OperationTrace(FakeOperations):
 
     def note_call(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.live.add_output((args, kwargs), output)
+        for written in _written_by(func, args):
+            if (name := self._weight_names.get(storage_id(written))) is not None:
+                raise WrittenWeightError(name)
         if not self.is_in_backward:
             self.target.add(func, args, kwargs, output, module=self.module)
 

@@ -72,10 +72,10 @@ def trace_model(
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
         fused = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
         experts = [fused[module] for module in blocks.experts]
-        weights = list(tensors.values())
+        weights = {name: tensors[name] for name, _ in model.named_parameters()}
         attention = AttentionWithoutDropout() if fused_attention else None
         trace = ModelTrace(
-            fake_mode, layers, outer, weights=weights, experts=experts, on_paper=on_paper, attention=attention
+            fake_mode, layers, outer, weights, tensors, experts=experts, on_paper=on_paper, attention=attention
         )
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(loss_in_chunks(model, chunked_loss, trace.repeat))
@@ -172,10 +172,7 @@ def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 
 def _block_profile(
-    block: Block,
-    modules: Sequence[nn.Module],
-    trace: ModelTrace,
-    experts: Mapping[nn.Module, Sequence[Block]],
+    block: Block, modules: Sequence[nn.Module], trace: ModelTrace, experts: Mapping[nn.Module, Sequence[Block]]
 ) -> BlockProfile:
     is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
     traced = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class ModelTrace:
         fake_mode: FakeTensorMode,
         layers: Sequence[nn.Module],
         outer: Sequence[tuple[nn.Module, str]],
-        weights: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         experts: Sequence[FusedExperts] = (),
         on_paper: LayersOnPaper | None = None,
         attention: AttentionWithoutDropout | None = None,
@@ -63,16 +64,16 @@ class ModelTrace:
         self.of_layer: dict[nn.Module, BlockTrace] = {}
         self.of_outer: dict[str, BlockTrace] = {name: BlockTrace() for _, name in outer}
         first = next(iter(self.of_outer.values()), BlockTrace())
-        self._operations = OperationTrace(first, fake_mode)
+        self._operations = OperationTrace(first, fake_mode, weights)
         self._traced_layers: dict[Any, tuple[BlockTrace, Any]] = {}
         self._for_all_layers: list[Tensor] = []
         """Masks and positions, which exist until the backward ends."""
         self._last_output: list[Tensor] = []
-        self._weights = weights
+        self._weights = [*weights.values()]
         self._not_saved: dict[int, StorageWeakRef] = {}
         """Weights, layers' inputs and tensors that are already counted. The references keep their keys from being used
         again."""
-        self._skip(weights)
+        self._skip([*tensors.values()])
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

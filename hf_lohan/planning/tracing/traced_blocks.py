@@ -89,10 +89,7 @@ def forward_without_values(model: nn.Module, **inputs: Any) -> Any:
 
 
 def run_trace(
-    model: nn.Module,
-    trace: Callable[[], _Trace],
-    device: torch.device | str,
-    so: str = "its steps cannot be planned",
+    model: nn.Module, trace: Callable[[], _Trace], device: torch.device | str, so: str = "its steps cannot be planned"
 ) -> _Trace:
     """Run a trace of a model. Raises ValueError if the forward fails or needs values. ``so``: what the error means."""
     # Fake tensors and modes are Python code that torch also calls in places where an exception ends the process.
