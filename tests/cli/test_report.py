@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from python_runs import run_python
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app
@@ -114,8 +113,7 @@ sys.modules["matplotlib"] = None  # importing it fails, as without the extra
 from hf_lohan.report import write_report
 write_report({str(run)!r}, {str(page)!r})
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code)
     charts = re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)
     assert len(charts) == 6
     on_a_phone = re.findall(

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from packed_forms import FORMS, decoded
+from python_runs import run_python
 from torch import Tensor
 
 import hf_lohan
@@ -128,15 +127,8 @@ def test_kernels_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported, so the tests above run in another process."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("this process runs them itself")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert result.returncode == 0 and f"{3 * len(FORMS) + 3} passed" in result.stdout, result.stdout[-3000:]
+    run = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
+    assert f"{3 * len(FORMS) + 3} passed" in run.stdout, run.stdout[-3000:]
 
 
 @pytest.mark.slow
