@@ -24,8 +24,6 @@ from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]
 NUM_MIXTURES = 4
-FAMILIES = ("llama", "opt", "mixtral", "qwen3_moe", "gpt2", "gemma3_text")
-FAMILY = pytest.mark.parametrize("family", FAMILIES)
 DROPOUT: dict[str, dict[str, float]] = {
     "opt": {"dropout": 0.1, "attention_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

@@ -7,8 +7,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from async_device import AsyncDevice
-from covering import slow_but
 from equal_tensors import assert_same_tensors
+from python_runs import run_python
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 from training_ranks import assert_same_ranks, assert_same_run
 
@@ -211,10 +209,8 @@ def test_a_training_step_launches_each_kernel(word: str, tmp_path: Path, monkeyp
 @pytest.mark.skipif(IN_INTERPRETER, reason="this process runs the test above itself")
 def test_kernels_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "launches_each_kernel"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert result.returncode == 0 and "2 passed" in result.stdout, result.stdout[-3000:]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "launches_each_kernel"]
+    assert "2 passed" in run_python(*command, timeout_s=900, TRITON_INTERPRET="1").stdout
 
 
 def test_one_rank_says_that_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -382,19 +378,6 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     assert num_in_group > 0
     param_bytes = sum(block.numel for block in found[0].layout.blocks) * dtype.itemsize
     assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("evaluates", slow_but([True], [False, True]))
-def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
-    """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""
-    training = Training(4, 1, num_steps=3, evaluates=evaluates, decides_before_loads=False)
-    for number, parts in enumerate([{"forward": "int8", "within": "int4"}, {"forward": "exact"}]):
-        expected = training.run(tmp_path / f"world-{number}", {**parts, "backward": "world"})
-        found = training.run(tmp_path / f"found-{number}", {**parts, "backward": 2})
-        for ours, other in zip(found, expected, strict=True):
-            assert ours.layout.collectives is not None and ours.layout.collectives.group_ranks == 2
-            assert_same_run(ours, other)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -16,8 +15,6 @@ from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, comm
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 pytestmark = pytest.mark.storm
-
-EngineFactory = Callable[..., IoEngine]
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
 RECORDS = (

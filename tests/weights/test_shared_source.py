@@ -34,7 +34,6 @@ from hf_lohan.weights import RankLoader, RecordReader, SharedWeights, SlotRing
 from hf_lohan.weights.node_shards import NodeShards, SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
-NEVER = 1 << 60
 
 
 def make_blocks(num_ranks: int) -> list[Block]:
