@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engines import HELD_OR_ACTIVE
+from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 from eventually import check_buffers_return
 
 from hf_lohan.compat.torch_private import without_torch_function
-from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
-
-TwinsFactory = Callable[..., Any]
-EngineFactory = Callable[..., OffloadEngine]
 
 
 @HELD_OR_ACTIVE

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import TwinsFactory
 from mixtures import all_in
 
 from hf_lohan.activations.tiers import placed_bytes, swap_everything
@@ -17,7 +18,6 @@ from hf_lohan.costs import INPUT, Placement
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-TwinsFactory = Callable[..., Any]
 ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 TIGHT = {**ROOM, "cpu_memory": "4MiB", "_resident_records": "none"}
 """Activations get a quarter of RAM, which is too small for the longest batches below."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_files import EngineFactory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from hf_lohan.testing.storage_doubles import (
     ShortBackend,
 )
 
-EngineFactory = Callable[..., IoEngine]
 Values = Callable[[RecordSpec, int], torch.Tensor]
 Records = tuple[RecordSpec, ...]
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, MAX_NORMS, NORMS, assert_speculated, counts, train
+from engines import EngineFactory, TwinsFactory
 
-from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates import ClipHistory
-
-TwinsFactory = Callable[..., Any]
-EngineFactory = Callable[..., OffloadEngine]
 
 
 @pytest.mark.covering(1)
