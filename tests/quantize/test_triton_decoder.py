@@ -14,6 +14,7 @@ import pytest
 import torch
 from packed_forms import FORMS, decoded
 from python_runs import run_python
+from short_runs import short_arguments
 from torch import Tensor
 
 import hf_lohan
@@ -88,9 +89,7 @@ def test_a_training_step_launches_kernels_for_each_load(
         adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
         trainer = hf_lohan.Trainer(
             str(tmp_path / "base"),
-            hf_lohan.TrainingArguments(
-                str(tmp_path / name), use_cpu=True, max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True
-            ),
+            short_arguments(tmp_path / name, max_steps=2, per_device_train_batch_size=8),
             train_dataset=tiny_rows(16),
             peft_config=adapters,
             offload={"cpu_memory": "6MiB", "gpu_memory": "550KiB", "quantize": setting},

@@ -18,6 +18,7 @@ import transformers
 from datasets import Dataset
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
+from short_runs import short_arguments
 from stored_weights import stored
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from transformers import LlamaForCausalLM, TrainingArguments
@@ -115,10 +116,7 @@ def the_hub(published: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
 
 
 def trained(model: Any, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    args = TrainingArguments(
-        str(out), per_device_train_batch_size=2, max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
+    args = short_arguments(out, max_steps=2)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(5, 133).view(8, 16)]
     trainer = hf_lohan.Trainer(model=model, args=args, train_dataset=rows, offload=BUDGETS, **options)
     trainer.train()

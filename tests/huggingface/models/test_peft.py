@@ -16,6 +16,7 @@ import transformers
 from covering import slow_but
 from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
+from short_runs import short_arguments
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
@@ -45,17 +46,7 @@ def rows() -> list[dict[str, Tensor]]:
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "max_steps": MAX_STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **{**defaults, **settings})
+    return short_arguments(folder, **{"max_steps": MAX_STEPS, "learning_rate": 1e-2, **settings})
 
 
 def engine_of(trainer: hf_lohan.Trainer) -> OffloadEngine:

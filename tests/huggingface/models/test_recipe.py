@@ -13,6 +13,7 @@ import torch
 import transformers
 from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file, save_file
+from short_runs import short_arguments
 from stored_weights import assert_stored, stored
 from transformers import AutoModelForCausalLM
 
@@ -187,10 +188,7 @@ def test_a_vision_language_model_trains_on_text_and_keeps_all_tensors(tmp_path: 
         "in memory": {"model": transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "checkpoint")},
         "streamed": {"model": tmp_path / "checkpoint", "offload": {"gpu_memory": "8MiB", "cpu_memory": "16MiB"}},
     }.items():
-        args = transformers.TrainingArguments(
-            str(tmp_path / name), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-3, weight_decay=0.1,
-            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+        args = short_arguments(tmp_path / name, max_steps=3, weight_decay=0.1)
         trainer = hf_lohan.Trainer(args=args, train_dataset=rows, **options)
         trainer.train()
         trainer.save_model(str(tmp_path / name))

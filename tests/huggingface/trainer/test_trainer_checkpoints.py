@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import TrainingArguments
+from short_runs import short_arguments
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 import hf_lohan
@@ -39,11 +39,7 @@ def dataset(num_rows: int = 16) -> Dataset:
 
 
 def make(folder: Path, *, stock: bool = False, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "max_steps": 6, "save_steps": 2, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "use_cpu": True,
-        "report_to": [], "disable_tqdm": True, "seed": 0,
-    }  # fmt: skip
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    args = short_arguments(folder, **{"max_steps": 6, "save_strategy": "steps", "save_steps": 2, **settings})
     data: dict[str, Any] = {"train_dataset": dataset(), "eval_dataset": dataset(4)}
     if stock:
         return transformers.Trainer(tiny_model("llama"), args, **data)
@@ -337,9 +333,7 @@ def test_without_offload_the_stock_trainer_saves(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_checkpoints, "unfinished_together", None)
-    args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[]
-    )
+    args = short_arguments(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
     hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset()).train()
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
@@ -357,10 +351,9 @@ def test_the_name_of_an_output_folder_is_no_pattern(
     if by_path:
         model.save_pretrained("model")
         model = "model"
-    settings: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
     trainer = hf_lohan.Trainer(
         model,
-        TrainingArguments(folder, disable_tqdm=True, **settings),
+        short_arguments(folder, max_steps=1),
         train_dataset=dataset(),
         offload={"cpu_memory": "64MiB", "gpu_memory": "2MiB"},
     )
