@@ -247,17 +247,6 @@ def test_in_generation_slots_keep_the_most_used_experts(share: float, rate: floa
     assert (loads - loads_at_50) / (used - used_at_50) == pytest.approx(1 - rate, abs=0.03), "hints cost no bytes"
 
 
-def test_changed_experts_are_loaded_again() -> None:
-    lane = Lane(num_layers=2, num_experts=2, num_slots=4)
-    lane.training_pass([None, None])
-    lane.schedule.foresee_pass(is_training=True)
-    lane.load_all()
-    lane.ring.forget()
-    lane.loads.clear()
-    lane.load_all()
-    assert lane.loads == ["0.0", "0.1", "1.0", "1.1"]
-
-
 def test_a_canceled_pass_loads_nothing_and_a_single_layer_may_run() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=2)
     lane.begin(is_training=True)
