@@ -119,15 +119,6 @@ def test_a_moved_run_resumes(tmp_path: Path) -> None:
     moved.offload_engine.close()
 
 
-@pytest.mark.slow
-def test_a_restarted_attempt_continues_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train_to_end(make_trainer(tmp_path / "undisturbed"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    interrupt(make_trainer(tmp_path / "run", InterruptAfter(4)))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert_same(train_to_end(make_trainer(tmp_path / "run")), expected)
-
-
 def test_a_restarted_attempt_does_not_continue_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

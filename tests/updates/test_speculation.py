@@ -27,15 +27,6 @@ def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_t
     assert_speculated(twins, max_norms)
 
 
-@MAX_NORMS
-def test_deferring_clips_as_torch_without_guesses(max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", _clip="defer")
-    train(twins, max_norms)
-    twins.assert_equal()
-    assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
-    assert twins.engine.clip_history.clip_rate == max_norms.count(CLIPS) / len(max_norms)
-
-
 @pytest.mark.covering(1)
 @MAX_NORMS
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
