@@ -12,11 +12,7 @@ import torch
 from safetensors import safe_open
 from trained_states import FORMATS, INDEX, Offload, everything, train
 
-from hf_lohan.checkpoint.optimizer_states import (
-    has_optimizer_states,
-    load_optimizer_states,
-    save_optimizer_states,
-)
+from hf_lohan.checkpoint.optimizer_states import has_optimizer_states, load_optimizer_states, save_optimizer_states
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.optim import TIE_CODES

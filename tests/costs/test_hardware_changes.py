@@ -8,14 +8,7 @@ import pytest
 from decoder_shapes import machine, machines, paper_setup, records_of, setups, tiny_model, tiny_models
 from hypothesis import given, settings
 
-from hf_lohan.costs import (
-    HardwareProfile,
-    ModelProfile,
-    TrainingSetup,
-    drive_life,
-    plan_offload,
-    what_hardware_buys,
-)
+from hf_lohan.costs import HardwareProfile, ModelProfile, TrainingSetup, drive_life, plan_offload, what_hardware_buys
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)], num_layers=3)
 

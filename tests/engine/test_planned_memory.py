@@ -136,11 +136,7 @@ def test_the_scratch_file_is_created_when_needed_and_removed_by_close(make_twins
 
 
 TRACE = {
-    name: LayerTrace(
-        input_bytes=100,
-        operations={"aten.mm#0": 50, "aten.mm#1": 70},
-        recomputed={"aten.mm#0"},
-    )
+    name: LayerTrace(input_bytes=100, operations={"aten.mm#0": 50, "aten.mm#1": 70}, recomputed={"aten.mm#0"})
     for name in ("first", "second")
 }
 SIZES = {name: layer.sizes() for name, layer in TRACE.items()}

@@ -218,12 +218,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         offload |= {"experts": "streamed", "experts.lazy": run.family == "qwen3_moe"}
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        offload=offload,
-        callbacks=[callback],
-        optimizer_cls_and_kwargs=optimizer,
+        model, arguments, train_dataset=rows, offload=offload, callbacks=[callback], optimizer_cls_and_kwargs=optimizer
     )
     trainer.remove_callback(PrinterCallback)  # its output would hide the lines of a failure
     return trainer

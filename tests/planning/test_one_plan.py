@@ -236,10 +236,7 @@ def test_ranks_with_different_ram_take_a_way_that_fits_all(tmp_path: Path) -> No
     case, hardware = RANK_CASES["2 nodes"], HardwareProfile.from_mapping(SLOW_NETWORK)
     ram = (case.settings["cpu_memory"], "3264KiB")  # lent pieces take 192 KiB of it
     results = run_ranks(
-        2,
-        lambda links: train_rank(links, case, tmp_path, hardware, ram[links.ranks.rank]),
-        num_local=1,
-        timeout_s=120,
+        2, lambda links: train_rank(links, case, tmp_path, hardware, ram[links.ranks.rank]), num_local=1, timeout_s=120
     )
     for plan, layout in results:
         way = plan["cluster"]["collectives"]

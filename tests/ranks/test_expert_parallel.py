@@ -113,9 +113,7 @@ def test_ranks_that_kept_their_outputs_serve_a_recomputation(
     assert [call.layer for call in served] == [3, 2, 1, 0] * NUM_STEPS and all(call.is_repeat for call in served)
     assert_same_tensors(trained[0].weights, trained[2].weights)
     again = run_ranks(
-        num_ranks,
-        lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True),
-        num_local=num_local,
+        num_ranks, lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True), num_local=num_local
     )
     assert_same_tensors(trained[0].weights, again[0].weights)
 

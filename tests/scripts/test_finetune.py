@@ -72,11 +72,7 @@ def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file:
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
 def test_a_name_in_the_hubs_cache(
-    offload: tuple[str, ...],
-    checkpoint: Checkpoints,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    offload: tuple[str, ...], checkpoint: Checkpoints, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = tmp_path / "cache" / "models--owner--tiny"
     shutil.copytree(checkpoint("llama"), cached / "snapshots" / ("0" * 40))

@@ -55,11 +55,7 @@ def test_a_store_of_the_same_model_is_replaced_by_zeros(
 
 
 def test_creating_a_store_reserves_and_syncs_all_files(
-    paths: Paths,
-    records: Records,
-    model: ModelIdentity,
-    make_engine: EngineFactory,
-    caplog: pytest.LogCaptureFixture,
+    paths: Paths, records: Records, model: ModelIdentity, make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     backend = CountingBackend()

@@ -88,9 +88,7 @@ def test_a_fault_of_a_foreseen_load_is_raised_by_the_next_acquire(make_stream: S
         stream.use(stream.blocks[0])
 
 
-def test_a_fault_of_a_foreseen_load_is_forgotten_if_it_ends_before_the_pass(
-    make_stream: StreamFactory,
-) -> None:
+def test_a_fault_of_a_foreseen_load_is_forgotten_if_it_ends_before_the_pass(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
     stream.prefetcher.foresee_pass(is_training=True)

@@ -22,16 +22,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 3
-NUM_EQUAL = {
-    "Adam": 3,
-    "AdamW": 3,
-    "RAdam": 5,
-    "SGD": 8,
-    "Adagrad": 6,
-    "RMSprop": 5,
-    "Adafactor": 4,
-    "Muon": 7,
-}
+NUM_EQUAL = {"Adam": 3, "AdamW": 3, "RAdam": 5, "SGD": 8, "Adagrad": 6, "RMSprop": 5, "Adafactor": 4, "Muon": 7}
 """Of torch 2.13. Later versions may have more."""
 NUM_REFUSED = {
     "Adam": 2,

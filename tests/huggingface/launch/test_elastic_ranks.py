@@ -29,10 +29,7 @@ from hf_lohan.cli import app
 from hf_lohan.device import num_gpus
 from hf_lohan.testing.models import tiny_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(num_gpus() > 0, reason="the launchers would take the GPUs"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(num_gpus() > 0, reason="the launchers would take the GPUs")]
 SCRIPT = str(Path(__file__).with_name("disturbed_run.py"))
 EXPERTS = """
 cpu_memory: 32MiB

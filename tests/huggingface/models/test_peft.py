@@ -75,10 +75,7 @@ def offloaded_adapters(folder: Path, **settings: Any) -> tuple[Any, OffloadAdamW
     return model, OffloadAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, engine=engine), engine
 
 
-SWITCHES = {
-    "merged": ("merge_adapter", "unmerge_adapter"),
-    "off": ("disable_adapter_layers", "enable_adapter_layers"),
-}
+SWITCHES = {"merged": ("merge_adapter", "unmerge_adapter"), "off": ("disable_adapter_layers", "enable_adapter_layers")}
 
 
 @pytest.mark.covering(0)
