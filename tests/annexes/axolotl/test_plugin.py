@@ -177,25 +177,13 @@ def run(plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     rows = [{"text": "the drive holds a weight of each layer " * (1 + row % 3)} for row in range(24)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shared = {
-        "base_model": "tiny",
-        "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "completion"}],
-        "dataset_prepared_path": "prepared",
-        "sequence_len": 64,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "optimizer": "adamw_torch_fused",
-        "lr_scheduler": "cosine",
-        "seed": 7,
-        "bf16": False,
-        "fp16": False,
-        "tf32": False,
-        "val_set_size": 0,
-        "save_strategy": "no",
-        "special_tokens": {"pad_token": tokenizer.pad_token or tokenizer.eos_token},
+        "base_model": "tiny", "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": "prepared", "sequence_len": 64, "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3, "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine", "seed": 7, "bf16": False, "fp16": False, "tf32": False, "val_set_size": 0,
+        "save_strategy": "no", "special_tokens": {"pad_token": tokenizer.pad_token or tokenizer.eos_token},
         "logging_steps": 1,
-    }
+    }  # fmt: skip
     trainers = []
     plugin = plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"]
     monkeypatch.setattr(plugin, "post_trainer_create", lambda cfg, trainer: trainers.append(trainer))

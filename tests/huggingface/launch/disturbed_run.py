@@ -46,16 +46,9 @@ def mostly_the_first_two(_router: Any, _args: Any, output: Any) -> Any:
 def main(folder: str, options: dict[str, Any]) -> None:
     rows = torch.randint(5, 60, (64, 8), generator=torch.Generator().manual_seed(3)).tolist()
     args = TrainingArguments(
-        folder,
-        max_steps=9,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2 // NUM_RANKS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+        folder, max_steps=9, per_device_train_batch_size=1, gradient_accumulation_steps=2 // NUM_RANKS,
+        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
     model = options["path"] or tiny_model(options["family"], num_layers=2)
     rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[Dies(folder, options)])
