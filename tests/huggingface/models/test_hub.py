@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from equal_tensors import assert_same_tensors
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 from short_runs import short_arguments
@@ -378,8 +379,7 @@ def test_trl_takes_names_and_code(adapters: bool, cache: Path, with_code: Path, 
     base = ours.trainer.model.get_base_model() if adapters else ours.trainer.model
     assert type(base).__name__ == "TinyForCausalLM" and base.config.name_or_path == NAME
     assert ours.logs == stock.logs or [log["loss"] for log in ours.logs] == [log["loss"] for log in stock.logs]
-    assert ours.weights.keys() == stock.weights.keys()
-    assert all(torch.equal(weight, stock.weights[name]) for name, weight in ours.weights.items())
+    assert_same_tensors(ours.weights, stock.weights)
 
 
 def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(load_streamed: Load, with_code: Path) -> None:

@@ -356,7 +356,7 @@ def test_the_arguments_of_pefts_save_pretrained_mean_the_same(offload: Any, tmp_
     in_memory.save_pretrained(str(tmp_path / "ours-converted"), **converted)
     assert not (tmp_path / "none").exists()
     stock, ours = (files(f"{whose}-converted")["adapter_model.safetensors"] for whose in ("stock", "ours"))
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+    assert_same_tensors(ours, stock)
 
 
 def test_an_adapter_of_transformers_may_be_saved_with_its_own_names(
@@ -368,4 +368,4 @@ def test_an_adapter_of_transformers_may_be_saved_with_its_own_names(
     offload(model)
     model.save_pretrained(tmp_path / "ours", save_peft_format=False)
     stock, ours = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("stock", "ours"))
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+    assert_same_tensors(ours, stock)

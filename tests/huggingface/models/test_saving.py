@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from equal_tensors import tensors_in
+from equal_tensors import assert_same_tensors, tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_lohan.engine import OffloadEngine
@@ -101,7 +101,7 @@ def test_a_given_state_dict_is_saved(given: str, family: str, offload: Offload, 
     mixed = {name: placeholders[name] if is_placeholder[name] else averages[name] for name in averages}
     model.save_pretrained(tmp_path / "ours", state_dict=mixed, max_shard_size="100KB")
     stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+    assert_same_tensors(ours, stock)
     configs = [json.loads((tmp_path / whose / "config.json").read_text()) for whose in ("ours", "stock")]
     assert configs[0] == configs[1]
 
@@ -125,7 +125,7 @@ def test_the_arguments_of_save_pretrained_mean_the_same(
     names = [sorted(file.name for file in (tmp_path / whose).iterdir()) for whose in ("stock", "ours")]
     assert names[0] == names[1]
     stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+    assert_same_tensors(ours, stock)
 
 
 def test_arguments_of_save_pretrained_may_be_given_by_position(offload: Offload, tmp_path: Path) -> None:
