@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from store_contents import EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
+from data_files import EngineFactory
+from store_contents import Paths, Records, Values, data_file_bytes, names, read_all
 
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, Store

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from store_contents import EngineFactory, Paths, Records, Values, names, read_all
+from data_files import EngineFactory
+from store_contents import Paths, Records, Values, names, read_all
 
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
