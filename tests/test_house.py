@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from covering import slow_but
+from python_runs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
@@ -295,11 +296,6 @@ def test_rooms_do_not_grow() -> None:
     )
 
 
-def run_python(code: str) -> None:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-
-
 NOTHING_HEAVY = """
 import sys
 loaded = {"transformers", "accelerate", "peft", "trl", "axolotl", "datasets", "hf_lohan.testing"} & set(sys.modules)
@@ -310,7 +306,7 @@ if "torch" in sys.modules:
 
 
 def test_importing_the_library_is_light() -> None:
-    run_python(f"import hf_lohan\n{NOTHING_HEAVY}")
+    run_python("-c", f"import hf_lohan\n{NOTHING_HEAVY}")
 
 
 def test_importing_the_rooms_below_huggingface_is_light() -> None:
@@ -318,7 +314,7 @@ def test_importing_the_rooms_below_huggingface_is_light() -> None:
     rooms = [room for room in below if (PACKAGE / room / "__init__.py").exists()]
     imports = "\n".join(f"import hf_lohan.{room}" for room in rooms)
     no_handlers = "import logging; assert not logging.getLogger('hf_lohan').handlers, 'adds log handlers'"
-    run_python(f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")
+    run_python("-c", f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")
 
 
 PARSE_ALL = """

@@ -21,8 +21,6 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 HEAD, LAYER, EMBEDDING = "lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
-MakeTwins = Callable[..., Twins]
-
 
 class _KeepsWeight(torch.autograd.Function):
     """Takes the weight itself and saves it, as fused heads do."""

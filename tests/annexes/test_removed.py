@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_runs import run_python
 
 import hf_lohan.annexes
 
@@ -74,10 +73,7 @@ print(json.dumps(found))
 def found_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str | None]]:
     """By annex, whether the core trained without it, and the refusal of what needs it. The process imports the core
     without any annex and removes one after the other."""
-    command = [sys.executable, "-c", CODE, str(tmp_path_factory.mktemp("removed")), *ANNEXES]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return json.loads(run_python("-c", CODE, tmp_path_factory.mktemp("removed"), *ANNEXES).stdout)
 
 
 def test_an_annex_that_cannot_be_imported_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from equal_tensors import assert_same_tensors, tensors_in
+from python_runs import run_python
 from tiny_experts import tiny_experts
 
 from hf_lohan.testing.models import tiny_model
@@ -29,11 +27,8 @@ RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD
 
 
 def run(*arguments: object, environment: dict[str, str] | None = None) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, **(environment or {})}
-    output = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert output.returncode == 0, output.stderr[-3000:]
-    line = next(line for line in output.stdout.splitlines() if line.startswith("RESULT "))
+    output = run_python(SCRIPT, *arguments, **(environment or {})).stdout
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
 

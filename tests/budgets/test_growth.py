@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_runs import run_python
 
 SCRIPT = Path(__file__).with_name("train_many_steps.py")
 MIB = 1024**2
@@ -18,10 +17,8 @@ NUM_GROWN = NUM_STEPS - LOOK_EVERY
 
 @pytest.mark.slow
 def test_no_growth_over_two_hundred_steps(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(tmp_path), str(NUM_STEPS), str(LOOK_EVERY)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert output.returncode == 0, output.stderr[-3000:]
-    line = next(line for line in output.stdout.splitlines() if line.startswith("RESULT "))
+    output = run_python(SCRIPT, tmp_path, NUM_STEPS, LOOK_EVERY).stdout
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     first, *_, last = json.loads(line.removeprefix("RESULT "))
     print(first, last)
     assert last["step"] - first["step"] == NUM_GROWN

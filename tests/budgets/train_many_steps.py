@@ -37,16 +37,9 @@ def main(output_dir: str, num_steps: str, every: str) -> list[dict[str, int]]:
     torch.set_num_threads(2)
     rows = torch.randint(5, 250, (64, 32), generator=torch.Generator().manual_seed(3)).tolist()
     args = TrainingArguments(
-        output_dir=output_dir,
-        use_cpu=True,
-        max_steps=int(num_steps),
-        per_device_train_batch_size=2,
-        max_grad_norm=1.0,
-        report_to=[],
-        logging_steps=int(num_steps),
-        disable_tqdm=True,
-        save_strategy="no",
-    )
+        output_dir=output_dir, use_cpu=True, max_steps=int(num_steps), per_device_train_batch_size=2,
+        max_grad_norm=1.0, report_to=[], logging_steps=int(num_steps), disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
     looks = Looks(int(every))
     trainer = hf_lohan.Trainer(
         tiny_model("llama", num_layers=4),

@@ -59,16 +59,9 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         peak.stop()
         return {"idle_bytes": idle_bytes, "peak_bytes": peak.peak_bytes}
     args = TrainingArguments(
-        output_dir=output_dir,
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=int(batch_size),
-        max_grad_norm=float(max_grad_norm),
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
+        output_dir=output_dir, use_cpu=True, max_steps=NUM_STEPS, per_device_train_batch_size=int(batch_size),
+        max_grad_norm=float(max_grad_norm), report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
     offload = {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes), "activations": activations}
     trainer = hf_lohan.Trainer(checkpoint, args, train_dataset=dataset(int(length)), offload=offload)
     if mode == "train":

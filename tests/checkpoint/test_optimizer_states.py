@@ -12,11 +12,7 @@ import torch
 from safetensors import safe_open
 from trained_states import FORMATS, INDEX, Offload, everything, train
 
-from hf_lohan.checkpoint.optimizer_states import (
-    has_optimizer_states,
-    load_optimizer_states,
-    save_optimizer_states,
-)
+from hf_lohan.checkpoint.optimizer_states import has_optimizer_states, load_optimizer_states, save_optimizer_states
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.optim import TIE_CODES
@@ -100,15 +96,6 @@ def test_every_record_is_aligned_to_file_system_blocks(offload: Offload, tmp_pat
         places = [header[name]["data_offsets"] for name in records]
         assert len(places) == 4
         assert all((8 + header_bytes + offset) % 4096 == 0 for place in places for offset in place)
-
-
-def test_frozen_parameters_have_no_saved_states(offload: Offload, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    model.model.embed_tokens.requires_grad_(False)
-    save_optimizer_states(offload(model), tmp_path)
-    index = json.loads((tmp_path / INDEX).read_text())
-    assert "model.embed_tokens.weight" not in index["parameters"]
-    assert "lm_head.weight" in index["parameters"]
 
 
 @pytest.mark.slow

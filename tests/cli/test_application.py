@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from python_runs import run_python
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -17,8 +16,6 @@ from hf_lohan.cli import app, application
 from hf_lohan.config import OffloadConfig
 from hf_lohan.testing.models import tiny_config
 from hf_lohan.threads import usable_cpus
-
-ROOT = Path(__file__).resolve().parents[2]
 
 runner = CliRunner()
 
@@ -177,11 +174,8 @@ def test_launch_help_shows_accelerates_options() -> None:
 )
 def test_importing_the_command_is_light(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print({heavy} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"
+    assert run_python("-c", code).stdout == "set()\n"
 
 
 def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "hf_lohan.cli", "--version"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == f"lohan {hf_lohan.__version__}\n"
+    assert run_python("-m", "hf_lohan.cli", "--version").stdout == f"lohan {hf_lohan.__version__}\n"

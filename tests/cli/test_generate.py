@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from python_runs import run_python
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
@@ -87,9 +86,7 @@ def test_two_ranks_print_the_text_of_one_process_once(checkpoint: Path, tmp_path
     one = generate(checkpoint, tmp_path / "one")
     options = ["--prompt", PROMPT, "--max-new-tokens", "9", "--ssd", str(tmp_path / "two")]
     budgets = ["--cpu-memory", "4MiB", "--gpu-memory", "1MiB", "--num-processes", "2"]
-    command = [sys.executable, "-m", "hf_lohan.cli", "generate", str(checkpoint), *options, *budgets]
-    two = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert two.returncode == 0, two.stderr
+    two = run_python("-m", "hf_lohan.cli", "generate", checkpoint, *options, *budgets)
     assert two.stdout == one.stdout
     assert two.stderr.count("8 further tokens at") == 1
 

@@ -161,15 +161,6 @@ def test_ranks_of_one_node_share_its_drive(model_13b: str) -> None:
     assert "on each of 4 ranks of one node" in printed and "sends" not in printed
 
 
-def test_each_of_two_nodes_reads_and_writes_half_of_the_records(model_13b: str) -> None:
-    arguments = (model_13b, "--hardware", PAPER, "--paper")
-    one = planned(*arguments)
-    options = ("--ranks", 2, "--nodes", 2, "--link", "100Gbit", "--collectives", "backward=world,forward=exact")
-    two = planned(*arguments, *options)
-    for name in ("ssd_read_bytes_per_step", "ssd_write_bytes_per_step"):
-        assert two[name] == pytest.approx(one[name] / 2, rel=0.02)
-
-
 @pytest.mark.slow
 def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_path: Path) -> None:
     with_link = hardware_file(tmp_path / "hardware.yaml", net_bytes_per_s="1.1GB/s")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from python_runs import run_python
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app
@@ -20,17 +19,11 @@ from hf_lohan.report.svg import ticks
 
 runner = CliRunner()
 OLD_SUMMARY = {
-    "num_steps": 4,
-    "step_s": 2.5,
-    "tokens_per_s": 100.0,
-    "store_bytes": 3 << 30,
-    "predicted_step_s": 2.4,
-    "corrected_step_s": 2.4,
-    "bottleneck": "ssd",
-    "num_parameters": 134_500_000,
+    "num_steps": 4, "step_s": 2.5, "tokens_per_s": 100.0, "store_bytes": 3 << 30, "predicted_step_s": 2.4,
+    "corrected_step_s": 2.4, "bottleneck": "ssd", "num_parameters": 134_500_000,
     "hardware": {"kind": "cpu", "name": "a CPU", "num_cpus": 2},
     "config": {"cpu_memory": 1 << 30, "ssd": [{"path": "store", "capacity": "auto"}]},
-}
+}  # fmt: skip
 """The summary of an old run that wrote no steps."""
 
 
@@ -94,16 +87,10 @@ def test_an_unwritable_output_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_charts_need_no_matplotlib(tmp_path: Path) -> None:
     line = {
-        "step_s": 2.0,
-        "busy_s": {"compute": 1.5, "ssd read": 1.0},
-        "waits_s": {"compute waits": {"weights": 0.4}},
-        "cpu_pool_bytes": {"states": 3 << 20},
-        "anon_rss_bytes": 1 << 30,
-        "device_slots_bytes": 1 << 20,
-        "ssd_read_bytes": 1 << 20,
-        "ssd_write_bytes": 0,
-        "grad_norm": 1.0,
-    }
+        "step_s": 2.0, "busy_s": {"compute": 1.5, "ssd read": 1.0}, "waits_s": {"compute waits": {"weights": 0.4}},
+        "cpu_pool_bytes": {"states": 3 << 20}, "anon_rss_bytes": 1 << 30, "device_slots_bytes": 1 << 20,
+        "ssd_read_bytes": 1 << 20, "ssd_write_bytes": 0, "grad_norm": 1.0,
+    }  # fmt: skip
     steps = [{"step": number, "loss": 3.0 / number, **line} for number in range(1, 1200)]
     steps[700]["step_s"] = 90.0
     run = write_run(tmp_path / "run", summary=OLD_SUMMARY, steps="".join(f"{json.dumps(step)}\n" for step in steps))
@@ -114,8 +101,7 @@ sys.modules["matplotlib"] = None  # importing it fails, as without the extra
 from hf_lohan.report import write_report
 write_report({str(run)!r}, {str(page)!r})
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code)
     charts = re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)
     assert len(charts) == 6
     on_a_phone = re.findall(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainingArguments
+from short_runs import short_arguments
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -23,12 +24,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a run of two steps."""
     folder = tmp_path_factory.mktemp("run")
     rows = tiny_batch(seed=3)["input_ids"].tolist()
-    arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
-    )
     trainer = hf_lohan.Trainer(
         tiny_model("llama"),
-        arguments,
+        short_arguments(folder, max_steps=2),
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
     )

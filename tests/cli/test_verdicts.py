@@ -16,23 +16,10 @@ GIB = 1 << 30
 GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict
 
 MACHINE = MachineFacts(
-    device_type="cuda",
-    device_name="some GPU",
-    device_memory_bytes=24 * GIB,
-    is_pinned=True,
-    gpudirect_problem="",
-    bf16_units=(),
-    usable_cpus=16,
-    cpu_quota=None,
-    cpu_threads=16,
-    omp_num_threads=None,
-    load=1.5,
-    is_wsl=False,
-    memory_bytes=128 * GIB,
-    available_memory_bytes=120 * GIB,
-    memory_limit_bytes=None,
-    cpu_memory=72 * GIB,
-)
+    device_type="cuda", device_name="some GPU", device_memory_bytes=24 * GIB, is_pinned=True, gpudirect_problem="",
+    bf16_units=(), usable_cpus=16, cpu_quota=None, cpu_threads=16, omp_num_threads=None, load=1.5, is_wsl=False,
+    memory_bytes=128 * GIB, available_memory_bytes=120 * GIB, memory_limit_bytes=None, cpu_memory=72 * GIB,
+)  # fmt: skip
 
 LINKS = (
     GpuLink(0, 1, LinkKind.NVLINK),
@@ -42,16 +29,9 @@ LINKS = (
 )
 
 PATH = PathFacts(
-    path="/mnt/nvme/store",
-    file_system="xfs",
-    problem="",
-    is_direct=True,
-    can_reflink=True,
-    free_bytes=1000 * GIB,
-    capacity="auto",
-    wear_percent=3,
-    wear_problem="",
-)
+    path="/mnt/nvme/store", file_system="xfs", problem="", is_direct=True, can_reflink=True, free_bytes=1000 * GIB,
+    capacity="auto", wear_percent=3, wear_problem="",
+)  # fmt: skip
 
 HARDWARE = HardwareProfile(
     device=DeviceProfile(flops_per_s=1.5e14, memory_bytes=24 * GIB, memory_bytes_per_s=9e11),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from short_runs import short_arguments
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -75,10 +76,7 @@ def test_overriding_methods_have_the_arguments_of_trainer(name: str) -> None:
 
 def make_trainer(folder: Path) -> Trainer:
     rows = tiny_rows(4)
-    args = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
-    )
-    return Trainer(tiny_model("llama"), args, train_dataset=rows)
+    return Trainer(tiny_model("llama"), short_arguments(folder, max_steps=2), train_dataset=rows)
 
 
 def test_the_loss_sums_of_trainer_can_be_read_and_restored(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ def test_parse_bytes(text: object, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ["24G", "24GiBs", "", "GiB", "-1GiB", "1e9", "nan", -1, 1.5, True, None, ["1GiB"], "1 2 GiB", "٣GiB"],
+    "bad", ["24G", "24GiBs", "", "GiB", "-1GiB", "1e9", "nan", -1, 1.5, True, None, ["1GiB"], "1 2 GiB", "٣GiB"]
 )
 def test_parse_bytes_refuses_and_quotes(bad: object) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -45,16 +45,7 @@ def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
     flat = write(tmp_path / "flat.yaml", yaml.safe_dump(settings))
     nested = write(tmp_path / "nested.yml", yaml.safe_dump({"lohan": settings}))
     unnamed = write(tmp_path / "settings", yaml.safe_dump(settings))
-    sources: list[Any] = [
-        settings,
-        {"lohan": settings},
-        flat,
-        str(flat),
-        nested,
-        str(unnamed),
-        unnamed,
-        expected,
-    ]
+    sources: list[Any] = [settings, {"lohan": settings}, flat, str(flat), nested, str(unnamed), unnamed, expected]
     assert [OffloadConfig.load(source) for source in sources] == [expected] * len(sources)
     assert OffloadConfig.load(**settings) == expected
 
@@ -262,12 +253,7 @@ def test_resolve_keeps_explicit_settings(tmp_path: Path) -> None:
         cpu_memory="1GiB", ssd=str(tmp_path), _io_threads=1, cpu_threads=3, _schedule="serial"
     )
     config = explicit.resolve(**MACHINE)
-    assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.switches.schedule) == (
-        GIB,
-        1,
-        3,
-        "serial",
-    )
+    assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.switches.schedule) == (GIB, 1, 3, "serial")
     assert config.ssd == (SsdPath(str(tmp_path)),)
 
 

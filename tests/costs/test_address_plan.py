@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensor_lives import Life, lives
 
-from hf_lohan.costs.address_plan import (
-    _ORDERS,
-    ALIGN_BYTES,
-    aligned,
-    live_bytes,
-    plan_addresses,
-)
+from hf_lohan.costs.address_plan import _ORDERS, ALIGN_BYTES, aligned, live_bytes, plan_addresses
 
 
 @given(st.lists(lives, max_size=40))

@@ -106,19 +106,6 @@ def test_unequal_parts_count_like_the_largest(num_nodes: int, num_local: int, nu
     assert all(isinstance(num_bytes, int) for num_bytes in found.values())
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
-def test_payload_sizes_equal_those_of_the_codecs(num_blocks: int) -> None:
-    from hf_lohan.ranks.collectives import block_codec
-
-    for codec, size in (
-        (block_codec.WEIGHTS_INT8, WEIGHT_FORMAT),
-        (block_codec.GRADIENTS_INT8, GRADIENT_FORMATS["int8"]),
-        (block_codec.GRADIENTS_INT4, GRADIENT_FORMATS["int4"]),
-    ):
-        numel = num_blocks * size.block_numel
-        assert codec.message_bytes(numel) == size.payload_bytes(numel)
-
-
 def test_one_node_sends_nothing() -> None:
     assert set(sent(1, 4).values()) == {0}
 

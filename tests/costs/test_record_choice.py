@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.costs import (
-    BlockProfile,
-    BlockShape,
-    RecordTraffic,
-    SizeClass,
-    choose_resident_records,
-    step_traffic,
-)
+from hf_lohan.costs import BlockProfile, BlockShape, RecordTraffic, SizeClass, choose_resident_records, step_traffic
 
 often = settings(max_examples=200)
 

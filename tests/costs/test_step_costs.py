@@ -87,11 +87,7 @@ def test_operations_that_are_neither_kept_nor_swapped_are_recomputed() -> None:
 
 @pytest.mark.parametrize(
     ("clip", "forward_reads", "forward_writes", "backward_reads", "backward_writes"),
-    [
-        ("none", 200, 0, 200 + 1200, 1200),
-        ("speculate", 200, 0, 200 + 1200, 1200),
-        ("defer", 200 + 1200, 1200, 200, 0),
-    ],
+    [("none", 200, 0, 200 + 1200, 1200), ("speculate", 200, 0, 200 + 1200, 1200), ("defer", 200 + 1200, 1200, 200, 0)],
 )
 def test_updates_run_in_backward_or_in_the_next_forward(
     clip: str, forward_reads: int, forward_writes: int, backward_reads: int, backward_writes: int

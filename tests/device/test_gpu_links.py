@@ -13,13 +13,7 @@ import torch
 
 from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import gpu_links, links_between_gpus
-from hf_lohan.device.gpu_links import (
-    GpuLink,
-    LinkKind,
-    nvlinks_in,
-    reaches,
-    why_not_linked,
-)
+from hf_lohan.device.gpu_links import GpuLink, LinkKind, nvlinks_in, reaches, why_not_linked
 from hf_lohan.hardware import with_gpu_link
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -108,23 +108,6 @@ def test_intervals_are_freed_from_many_threads() -> None:
     assert stack.push(CAPACITY) == 0
 
 
-def test_bytes_of_a_host_stack_do_not_overlap() -> None:
-    stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
-    allocated = [stack.push(num_bytes) for num_bytes in (1, CACHE_LINE_BYTES, CACHE_LINE_BYTES + 1)]
-    for number, place in enumerate(allocated):
-        place[1].fill_(number + 1)
-    for number, place in enumerate(allocated):
-        assert place[1].data_ptr() % CACHE_LINE_BYTES == 0
-        assert torch.all(place[1] == number + 1)
-    assert stack.bytes_in_use == stack.high_water_bytes == 4 * CACHE_LINE_BYTES
-    assert stack.push(7 * CACHE_LINE_BYTES) is None
-    for place in reversed(allocated):
-        stack.free(place[0])
-    assert stack.bytes_in_use == 0
-    stack.reallocate(20 * CACHE_LINE_BYTES)
-    assert stack.high_water_bytes == 4 * CACHE_LINE_BYTES and stack.push(20 * CACHE_LINE_BYTES) is not None
-
-
 def test_an_empty_stack_allocates_nothing() -> None:
     stack = HostStack(CpuDevice(), 0)
     assert stack.num_bytes == 0
@@ -160,6 +143,7 @@ def test_memory_of_both_ends_never_overlaps(actions: list[tuple[str, int, int]],
             continue
         start, stop = allocation[1].data_ptr() - memory, allocation[1].data_ptr() - memory + num_bytes
         assert 0 <= start < stop <= capacity and allocation[1].numel() == num_bytes
+        assert allocation[1].data_ptr() % CACHE_LINE_BYTES == 0
         assert action == "bottom" or start >= leave
         assert all(stop <= other or other_stop <= start for other, (other_stop, _) in allocated.items())
         allocated[start] = stop, allocation[0]

@@ -6,13 +6,13 @@ import errno
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engines import PlannedError
+from engines import PlannedError, TwinsFactory
 from mixtures import all_in, random_mixture
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from hf_lohan.files import CorruptionError, FileBackend, StorageError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 
-TwinsFactory = Callable[..., Any]
 ROOM = {"cpu_memory": "16MiB", "gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 SWAPPED = pytest.mark.parametrize("place", [Placement.CPU, Placement.SSD, Placement.GPU])
 FREED_WITH_GRAPH = (LayerFrame, SwappedTensor)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import model_of
 from async_device import AsyncDevice
+from engines import TwinsFactory
 from layered_model import OPERATIONS, WIDTH, Layer, LayeredModel, all_equal
 from mixtures import all_in, random_mixture
 from torch import Tensor, nn
@@ -22,10 +23,7 @@ from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.testing.models import tiny_batch
 
-TwinsFactory = Callable[..., Any]
 NUM_MIXTURES = 4
-FAMILIES = ("llama", "opt", "mixtral", "qwen3_moe", "gpt2", "gemma3_text")
-FAMILY = pytest.mark.parametrize("family", FAMILIES)
 DROPOUT: dict[str, dict[str, float]] = {
     "opt": {"dropout": 0.1, "attention_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engines import HELD_OR_ACTIVE
+from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 from eventually import check_buffers_return
 
 from hf_lohan.compat.torch_private import without_torch_function
-from hf_lohan.engine import OffloadEngine
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
-
-TwinsFactory = Callable[..., Any]
-EngineFactory = Callable[..., OffloadEngine]
 
 
 @HELD_OR_ACTIVE
@@ -85,16 +79,6 @@ def test_evaluation_between_steps_uses_the_new_weights_and_changes_nothing(
     twins.assert_equal()
 
 
-def test_gradients_that_zero_grad_drops_change_nothing(make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama")
-    twins.train(1)
-    twins.backward(7)
-    for optimizer in (twins.stock_optimizer, twins.optimizer):
-        optimizer.zero_grad()
-    twins.train(2, first_seed=200, max_norm=0.5)
-    twins.assert_equal()
-
-
 def test_computing_the_norm_changes_nothing(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=False)
     twins.backward(1)
@@ -123,40 +107,6 @@ def test_held_updates_use_the_hyperparameters_of_their_own_step(
     twins.assert_equal()
 
 
-class Groups:
-    """Optimizers whose param groups have their own hyperparameters, which change between steps."""
-
-    def __init__(self, twins: Any) -> None:
-        self.optimizers = []
-        for model, kind in (
-            (twins.stock, partial(torch.optim.AdamW, fused=True)),
-            (twins.model, partial(OffloadAdamW, engine=twins.engine)),
-        ):
-            decayed = [p for p in model.parameters() if p.dim() > 1]
-            others = [p for p in model.parameters() if p.dim() <= 1]
-            groups = [
-                {"params": decayed, "weight_decay": 0.2, "lr": 2e-3},
-                {"params": others, "weight_decay": 0.0, "lr": 5e-4, "betas": (0.8, 0.95)},
-            ]
-            self.optimizers.append(kind(groups, lr=1e-3))
-        twins.stock_optimizer, twins.optimizer = self.optimizers
-
-    def scale_learning_rates(self, factor: float) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= factor
-
-
-@HELD_OR_ACTIVE
-def test_groups_and_changing_learning_rates_equal_stock(hold_gradients: bool, make_twins: TwinsFactory) -> None:
-    twins = make_twins("gpt2", hold_gradients=hold_gradients)
-    groups = Groups(twins)
-    for step in range(4):
-        twins.train(1, first_seed=step)
-        groups.scale_learning_rates(0.7)
-    twins.assert_equal()
-
-
 @pytest.mark.covering(0)
 @HELD_OR_ACTIVE
 @pytest.mark.parametrize("cpu_memory", ["2MiB", "3MiB", "6MiB", "64MiB"])
@@ -171,16 +121,6 @@ def test_pools_never_exceed_the_budgets(cpu_memory: str, hold_gradients: bool, m
     engine.wait_for_updates()
     for pool in engine.tiers.pools[1:]:
         check_buffers_return(pool)
-
-
-def test_small_budgets_spill_and_large_ones_do_not(build_engine: EngineFactory) -> None:
-    tight = build_engine(tiny_model("llama"), cpu_memory="2MiB")
-    assert tight.layout.plan.spilled_blocks
-    assert tight.tiers.store.scratch_bytes > 0
-    tight.close()
-    roomy = build_engine(tiny_model("llama"), cpu_memory="64MiB")
-    assert not roomy.layout.plan.spilled_blocks
-    assert roomy.tiers.store.scratch_bytes == 0
 
 
 def test_weights_and_gradients_cannot_be_read_outside_the_model(build_engine: EngineFactory) -> None:

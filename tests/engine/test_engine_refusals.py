@@ -118,9 +118,7 @@ def test_adding_a_group_of_parameters_without_states_is_refused(build_engine: En
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_parameter_removed_from_its_group_is_refused_unless_frozen(
-    build_engine: EngineFactory,
-) -> None:
+def test_a_parameter_removed_from_its_group_is_refused_unless_frozen(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model))
     model(**tiny_batch()).loss.backward()
@@ -293,9 +291,7 @@ def test_a_backward_after_clipping_is_refused(make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
-def test_clipping_again_is_refused_for_a_smaller_norm_and_ignored_for_a_larger_one(
-    make_twins: TwinsFactory,
-) -> None:
+def test_clipping_again_is_refused_for_a_smaller_norm_and_ignored_for_a_larger_one(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.backward(1)
     twins.clip(0.05)

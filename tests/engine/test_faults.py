@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from engines import PlannedError
+from engines import PlannedError, TwinsFactory
 from torch import Tensor, nn
 
 from hf_lohan.files import StorageError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.storage_doubles import FaultyBackend
 
-TwinsFactory = Callable[..., Any]
 NEVER = 1 << 60
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 PLACES = {

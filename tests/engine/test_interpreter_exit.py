@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from python_runs import run_python
 
 from hf_lohan.store import last_commit
 
@@ -53,7 +53,7 @@ trained = [train(folder, norm) for folder, norm in zip(sys.argv[1:], (0.0, 1e-3)
 def test_the_last_step_of_a_script_that_closes_nothing_is_committed(tmp_path: Path) -> None:
     """When the script ends, one engine updates in backward and the other holds gradients for clipping."""
     folders = [str(tmp_path / name) for name in ("unclipped", "clipped")]
-    subprocess.run([sys.executable, "-c", SCRIPT, *folders], check=True, timeout=120)
+    run_python("-c", SCRIPT, *folders)
     for folder in folders:
         commit = last_commit([folder])
         assert commit is not None and set(commit.facts["num_updates"].values()) == {3}

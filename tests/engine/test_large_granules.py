@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
+from engines import TwinsFactory
 
 from hf_lohan.model import block
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_model
-
-TwinsFactory = Callable[..., Any]
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
+from python_runs import run_python
 from transformers import TrainingArguments
 
 from hf_lohan import Accelerator, LohanPlugin, Trainer
@@ -240,6 +239,6 @@ optimizer.step()
 
 @pytest.mark.slow
 def test_a_child_forked_during_updates_exits_and_closes_nothing(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKING_SCRIPT, str(tmp_path)], check=True, timeout=120)
+    run_python("-c", FORKING_SCRIPT, tmp_path)
     commit = last_commit([str(tmp_path)])
     assert commit is not None and set(commit.facts["num_updates"].values()) == {2}

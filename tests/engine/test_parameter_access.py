@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from engines import EngineFactory
 from torch import Tensor, nn
 
-from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.engine import ParameterAccess
 from hf_lohan.testing.models import tiny_model
 
-EngineFactory = Callable[..., OffloadEngine]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 LARGE = "model.embed_tokens.weight"  # larger than a buffer of the pool
 SMALL = "model.layers.1.input_layernorm.weight"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import TwinsFactory
 from mixtures import all_in
 
 from hf_lohan.activations.tiers import placed_bytes, swap_everything
@@ -17,7 +18,6 @@ from hf_lohan.costs import INPUT, Placement
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-TwinsFactory = Callable[..., Any]
 ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 TIGHT = {**ROOM, "cpu_memory": "4MiB", "_resident_records": "none"}
 """Activations get a quarter of RAM, which is too small for the longest batches below."""
@@ -136,11 +136,7 @@ def test_the_scratch_file_is_created_when_needed_and_removed_by_close(make_twins
 
 
 TRACE = {
-    name: LayerTrace(
-        input_bytes=100,
-        operations={"aten.mm#0": 50, "aten.mm#1": 70},
-        recomputed={"aten.mm#0"},
-    )
+    name: LayerTrace(input_bytes=100, operations={"aten.mm#0": 50, "aten.mm#1": 70}, recomputed={"aten.mm#0"})
     for name in ("first", "second")
 }
 SIZES = {name: layer.sizes() for name, layer in TRACE.items()}

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
-from engines import PlannedError
+from engines import EngineFactory, PlannedError, TwinsFactory
 from torch import Tensor
 
 from hf_lohan.activations.tiers import placed_bytes
@@ -32,8 +32,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 
-TwinsFactory = Callable[..., Any]
-EngineFactory = Callable[..., OffloadEngine]
 SWAP = {"gpu_memory": "1MiB", "activations": "swap", "_resident_records": "none", "durability": "step"}
 ALL_FIT: dict[str, Any] = {"num_layers": 6, "cpu_memory": "6MiB"}
 FEW_FIT: dict[str, Any] = {"num_layers": 10, "cpu_memory": "5MiB"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 import torch
 from clip_norms import CLIPS, LETS_THROUGH, NORMS
 from clip_norms import train as train_clipping
+from engines import TwinsFactory
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import Journal, ParameterAccess
@@ -22,7 +23,6 @@ from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 
-TwinsFactory = Callable[..., Any]
 NEVER = 1 << 60
 MODES: dict[str, dict[str, Any]] = {
     "defer": {"_clip": "defer"},

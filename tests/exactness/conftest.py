@@ -26,7 +26,5 @@ def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_lohan.huggingface import local_run
 
     monkeypatch.setattr(
-        local_run,
-        "device_for",
-        lambda _, timeline: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4, timeline=timeline),
+        local_run, "device_for", lambda _, timeline: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4, timeline=timeline)
     )

@@ -81,10 +81,7 @@ def run_long(folder: Path, offload: dict[str, Any], resume: str | None = None, *
     model = tiny_model("llama", max_position_embeddings=1024)
     offload = {**SMALL_BUDGETS, "cpu_memory": "8MiB", **offload}
     trainer = hf_lohan.Trainer(
-        model,
-        arguments(folder, per_device_train_batch_size=1, **settings),
-        train_dataset=long_rows(),
-        offload=offload,
+        model, arguments(folder, per_device_train_batch_size=1, **settings), train_dataset=long_rows(), offload=offload
     )
     return finish(trainer, resume)
 

@@ -14,10 +14,11 @@ import transformers
 from accelerate.utils import TorchDynamoPlugin, compile_regions
 from packed_bases import packed_and_decoded
 from peft import LoraConfig, get_peft_model
+from short_runs import short_arguments
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
@@ -215,16 +216,15 @@ def test_adapters_over_a_packed_base(tmp_path: Path) -> None:
 
 
 def test_trainer_compiles_and_evaluates_as_the_stock_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 2}
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "torch_compile": True}
     data = {"train_dataset": tiny_rows(8), "eval_dataset": tiny_rows(4)}
     stock_model = tiny_model("llama", num_layers=2)
     ours = copy.deepcopy(stock_model)
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
-    args = TrainingArguments(str(tmp_path / "stock"), torch_compile=True, **settings)
+    args = short_arguments(tmp_path / "stock", **settings)
     stock = transformers.Trainer(stock_model, args, **data)
     stock.train()
-    args = TrainingArguments(str(tmp_path / "ours"), torch_compile=True, **settings)
+    args = short_arguments(tmp_path / "ours", **settings)
     trainer = hf_lohan.Trainer(ours, args, offload=SMALL, **data)
     trainer.train()
     names = ("loss", "grad_norm", "eval_loss")

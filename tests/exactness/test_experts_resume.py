@@ -8,27 +8,17 @@ from typing import Any
 
 import pytest
 from covering import slow_but
-from expert_models import ALL_SLOTS, least_gpu_memory
+from expert_models import ALL_SLOTS
 from interrupted_runs import SETTINGS, InterruptAfter, interrupt, make_trainer
 from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
-from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
-from typer.testing import CliRunner
 
-import hf_lohan
-from hf_lohan.cli import app
 from hf_lohan.costs import SizeClass
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.testing.models import tiny_model
 
 FAMILY = "mixtral"
 UNCLIPPED: dict[str, Any] = {"family": FAMILY, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 3}
-NARROW: dict[str, Any] = {
-    "gpu_memory": least_gpu_memory(tiny_model(FAMILY)),
-    "cpu_memory": "6MiB",
-    "prefetch_blocks": 1,
-}
-"""These budgets have two slots for experts."""
 WIDE: dict[str, Any] = {"gpu_memory": ALL_SLOTS, "cpu_memory": "16MiB"}
 
 
@@ -64,20 +54,6 @@ def test_a_checkpoint_resumes_in_either_form(before: str, after: str, stock: Any
 
 
 @pytest.mark.slow
-def test_the_last_step_resumes_with_other_budgets(stock: Any, tmp_path: Path) -> None:
-    for step, budgets in ((2, NARROW), (5, WIDE)):
-        broken = make_trainer(tmp_path, InterruptAfter(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
-        with pytest.raises(KeyboardInterrupt):
-            broken.train(resume_from_checkpoint="last_step" if step > 2 else None)
-        assert num_expert_slots(broken) == (12 if budgets is WIDE else 2)
-        broken.offload_engine.close()
-        assert hf_lohan.last_step(tmp_path) == step
-    last = make_trainer(tmp_path, **UNCLIPPED, offload={**NARROW, "experts": "streamed"})
-    last.train(resume_from_checkpoint="last_step")
-    assert_as_stock(last, stock)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stored", slow_but(["streamed"], ["streamed", "with_layer"]))
 def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With these budgets a new run would choose the other form."""
@@ -99,18 +75,3 @@ def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog:
     elsewhere.train()
     assert (num_expert_slots(elsewhere) > 0) is (stored == "with_layer")
     elsewhere.offload_engine.close()
-
-
-def test_a_store_with_experts_is_verified_and_exported(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path / "run", family=FAMILY, max_steps=2, max_grad_norm=0.0, offload={**NARROW, "experts": "streamed"}
-    )
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    trainer.offload_engine.close()
-    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
-    assert verified.exit_code == 0 and "every checksum is right" in verified.stdout, verified.output
-    exported_by = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "exported")])
-    assert exported_by.exit_code == 0 and "(step 2)" in exported_by.stdout, exported_by.output
-    saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported"))
-    assert_same_tensors(dict(exported.named_parameters()), dict(saved.named_parameters()))

@@ -138,17 +138,6 @@ def test_a_run_with_frozen_weights_resumes(make_model: Any, tmp_path: Path) -> N
     assert_resumes(run, evaluate)
 
 
-@pytest.mark.slow
-def test_the_same_trainer_resumes(tmp_path: Path, uninterrupted: Any) -> None:
-    """This is what a notebook does."""
-    breaks = InterruptAfter(4)
-    trainer = make_trainer(tmp_path / "run", breaks)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    breaks.step = -1
-    assert_same(train_to_end(trainer, "last_step"), uninterrupted)
-
-
 def test_a_run_from_a_model_path_resumes(tmp_path: Path) -> None:
     """Loading the model again does not lose the committed steps."""
     tiny_model("llama").save_pretrained(tmp_path / "model")

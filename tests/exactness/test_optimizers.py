@@ -20,12 +20,10 @@ from trajectories import (
     train_offloaded,
     train_stock,
 )
-from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_model
 
@@ -141,13 +139,6 @@ def test_a_store_or_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path:
     with pytest.raises(ValueError, match=r"are for SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg,"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     other.offload_engine.close()
-
-
-def test_an_export_has_the_trained_weights(tmp_path: Path) -> None:
-    trained = weights_after(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
-    assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
-    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
-    assert_same_tensors(trained, exported)
 
 
 def with_a_scheduler(model: Any) -> tuple[torch.optim.Optimizer, Any]:

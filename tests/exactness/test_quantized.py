@@ -14,6 +14,7 @@ from equal_tensors import assert_same_tensors
 from interrupted_runs import InterruptAfter, interrupt
 from packed_bases import take_decoded
 from safetensors.torch import load_file, save_file
+from short_runs import short_arguments
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -73,18 +74,13 @@ def lora(family: str = "llama", **settings: Any) -> Any:
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
-        "use_cpu": True,
         "max_steps": MAX_STEPS,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "max_grad_norm": MAX_GRAD_NORM,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
     }
-    return TrainingArguments(str(folder), **{**defaults, **settings})
+    return short_arguments(folder, **{**defaults, **settings})
 
 
 def rows(num_steps: int = MAX_STEPS) -> list[dict[str, Tensor]]:

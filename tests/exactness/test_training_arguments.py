@@ -19,48 +19,25 @@ CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
 MIN_LR = {"lr_scheduler_kwargs": {"min_lr": 1e-4}}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "linear": {
-        "auto_find_batch_size": True,
-        "train_sampling_strategy": "group_by_length",
-        "warmup_steps": 0.5,
-        "label_smoothing_factor": 0.1,
-        "torch_empty_cache_steps": 1,
-        "skip_memory_metrics": False,
+        "auto_find_batch_size": True, "train_sampling_strategy": "group_by_length", "warmup_steps": 0.5,
+        "label_smoothing_factor": 0.1, "torch_empty_cache_steps": 1, "skip_memory_metrics": False,
     },
     "cosine": {
-        "max_steps": -1,
-        "num_train_epochs": 1.5,
-        "per_device_train_batch_size": 6,
-        "dataloader_drop_last": True,
-        "gradient_accumulation_steps": 3,
-        "average_tokens_across_devices": False,
-        "ignore_data_skip": True,
+        "max_steps": -1, "num_train_epochs": 1.5, "per_device_train_batch_size": 6, "dataloader_drop_last": True,
+        "gradient_accumulation_steps": 3, "average_tokens_across_devices": False, "ignore_data_skip": True,
     },
     "cosine_with_restarts": {
-        **EVALUATED,
-        "eval_accumulation_steps": 2,
-        "eval_on_start": True,
-        "eval_delay": 1,
-        "accelerator_config": {"use_seedable_sampler": False},
-        "optim_target_modules": "all-linear",
+        **EVALUATED, "eval_accumulation_steps": 2, "eval_on_start": True, "eval_delay": 1,
+        "accelerator_config": {"use_seedable_sampler": False}, "optim_target_modules": "all-linear",
     },
     "polynomial": {
-        **EVALUATED,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,
-        "save_total_limit": 1,
+        **EVALUATED, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1,
     },
     "constant": {"seed": 5, "data_seed": 7, "neftune_noise_alpha": 5.0, "debug": "underflow_overflow"},
     "constant_with_warmup": {
-        "dataloader_num_workers": 2,
-        "dataloader_persistent_workers": True,
-        "dataloader_prefetch_factor": 3,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_only_model": True,
-        "save_total_limit": 2,
+        "dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3,
+        "save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2,
     },
     "inverse_sqrt": {**CHECKPOINTING, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
     "reduce_lr_on_plateau": {**EVALUATED, "prediction_loss_only": True, "eval_use_gather_object": True},
@@ -73,7 +50,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing_kwargs": {"every_n_layers": 2},
     },
     "greedy": {**EVALUATED, "save_strategy": "best", "metric_for_best_model": "loss", "max_grad_norm": 0.0},
-}
+}  # fmt: skip
 """Each schedule has several arguments, so that few runs test all arguments."""
 _OF_THE_MACHINE = ("runtime", "per_second")
 

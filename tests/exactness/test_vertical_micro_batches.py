@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 from architectures import model_with_a_tower
-from trajectories import (
-    arguments,
-    assert_same_bits,
-    assert_same_tensors,
-    dataset,
-    finish,
-    train_offloaded,
-    train_stock,
-)
+from trajectories import arguments, assert_same_bits, assert_same_tensors, dataset, finish, train_offloaded, train_stock
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
@@ -26,12 +18,7 @@ from hf_lohan.testing.models import tiny_model
 NUM_STEPS = 4
 BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "activations": "recompute"}
 VERTICAL = {**BUDGETS, "vertical_micro_batches": True}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "opt": {},
-    "mixtral": {"output_router_logits": True},
-    "gpt2": {},
-}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "opt": {}, "mixtral": {"output_router_logits": True}, "gpt2": {}}
 NUM_ROWS = 14
 """These rows make seven micro-batches, so the last step of each epoch has fewer than the others."""
 SHORT: dict[str, Any] = {"num_rows": NUM_ROWS, "max_steps": NUM_STEPS}

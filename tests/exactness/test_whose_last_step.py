@@ -119,26 +119,6 @@ def test_a_moved_run_resumes(tmp_path: Path) -> None:
     moved.offload_engine.close()
 
 
-def test_files_on_disk_are_private(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "run", max_steps=1)
-    train_to_end(trainer)
-    trainer = make_trainer(tmp_path / "run", max_steps=2)
-    trainer.train(resume_from_checkpoint="last_step")
-    trainer.offload_engine.close()
-    for folder in (tmp_path / "run" / "_lohan" / "store", tmp_path / "run" / "_lohan" / "last_step"):
-        for path in (folder, *folder.rglob("*")):
-            assert path.stat().st_mode & 0o077 == 0, path
-
-
-@pytest.mark.slow
-def test_a_restarted_attempt_continues_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train_to_end(make_trainer(tmp_path / "undisturbed"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    interrupt(make_trainer(tmp_path / "run", InterruptAfter(4)))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert_same(train_to_end(make_trainer(tmp_path / "run")), expected)
-
-
 def test_a_restarted_attempt_does_not_continue_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

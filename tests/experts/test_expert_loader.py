@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from expert_lanes import CountingSource, ExpertLane
 
 from hf_lohan.costs import SizeClass
 from hf_lohan.experts.expert_schedule import Call
-from hf_lohan.model import Block
-from hf_lohan.timeline import COMPUTE_WAITS
 
 LaneFactory = Callable[..., ExpertLane]
 
@@ -139,46 +135,6 @@ def test_needed_experts_overtake_hints(make_lane: LaneFactory) -> None:
     gate.set()
     assert {lane.loader.acquire_any()[0].name for _ in range(2)} == {"0.6", "0.7"}
     assert lane.source.loads[:3] == ["0.0", "0.6", "0.7"]
-
-
-def test_compute_waits_little_if_loads_fit_into_its_time(
-    make_lane: LaneFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading an expert takes 4 ms. The rest of a layer (attention) takes about as long as loading all its experts.
-    Prefetched loads are hidden.
-    Without prefetches each call waits.
-    """
-    waited_s = {}
-    for is_ahead in (True, False):
-        lane = make_lane(4, 4, 8, CountingSource(delay_s=lambda: 4e-3))
-        if not is_ahead:
-            schedule = lane.loader._experts
-            any_load = schedule.next_load
-
-            def next_load(is_here: Callable[[Block], bool], schedule: Any = schedule, any_load: Any = any_load) -> Any:
-                load = any_load(is_here)
-                return load if load is not None and schedule.is_left(load.block) else None
-
-            monkeypatch.setattr(schedule, "next_load", next_load)
-        for number in range(2):
-            before_s = waits_s(lane)
-            lane.loader.begin_pass(is_training=True)
-            for layer, call in [*((n, Call.FORWARD) for n in range(4)), *((n, Call.BACKWARD) for n in (3, 2, 1, 0))]:
-                time.sleep(20e-3)  # attention
-                lane.loader.route(layer, [0, 1, 2, 3], num_rows=100, call=call)
-                for _ in range(4):
-                    block, _ = lane.loader.acquire_any()
-                    lane.ring.unpin(block)
-            lane.loader.end_pass()
-            lane.loader.foresee_pass(is_training=True)
-            waited_s[is_ahead, number] = waits_s(lane) - before_s
-    # Without prefetches a pass waits for 24 loads, except those that backward finds here.
-    assert waited_s[False, 1] > 60e-3
-    assert waited_s[True, 1] < waited_s[False, 1] / 2
-
-
-def waits_s(lane: ExpertLane) -> float:
-    return lane.ring.device.timeline.totals()[COMPUTE_WAITS].task_s.get("weights", 0.0)
 
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.slow)])

@@ -191,19 +191,6 @@ def test_joint_micro_batches_keep_experts_that_others_may_need() -> None:
     assert lane.loads == ["0.3", "0.2", "0.1", "0.0"]
 
 
-def test_the_backward_of_micro_batches_uses_each_expert_as_often_as_the_forward() -> None:
-    lane = Lane(num_layers=1, num_experts=4, num_slots=2)
-    lane.schedule.expect_together(2)
-    lane.begin(is_training=True)
-    lane.call(0, [0, 1])
-    lane.call(0, [2, 3])
-    lane.call(0, [2, 3], Call.AGAIN)  # a recomputation does not count as the backward
-    lane.call(0, [2, 3], Call.BACKWARD)
-    lane.call(0, [1, 0], Call.AGAIN)
-    lane.call(0, [1, 0], Call.BACKWARD)  # both slots had other experts
-    assert lane.used[-2:] == ["0.1", "0.0"] or lane.used[-2:] == ["0.0", "0.1"]
-
-
 def test_an_evaluation_does_not_change_the_following_backward() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=2)
     lane.begin(is_training=True)
@@ -258,31 +245,6 @@ def test_in_generation_slots_keep_the_most_used_experts(share: float, rate: floa
     (used, here, loads), (used_at_50, here_at_50, loads_at_50) = figures[-1], figures[50]
     assert (here - here_at_50) / (used - used_at_50) == pytest.approx(rate, abs=0.03)
     assert (loads - loads_at_50) / (used - used_at_50) == pytest.approx(1 - rate, abs=0.03), "hints cost no bytes"
-
-
-def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
-    lane = Lane(num_layers=3, num_experts=2, num_slots=2)
-    for _ in range(2):
-        lane.begin(is_training=False)
-        lane.call(0, [0])
-        lane.call(1, [0, 1])
-        lane.call(2, [0, 1])
-        lane.schedule.end_pass()
-    lane.begin(is_training=False)
-    lane.call(0, [0])
-    lane.call(2, [0, 1])  # 1.0 and 1.1 were expected, and fill slots
-    assert sorted(lane.used[-2:]) == ["2.0", "2.1"]
-
-
-def test_changed_experts_are_loaded_again() -> None:
-    lane = Lane(num_layers=2, num_experts=2, num_slots=4)
-    lane.training_pass([None, None])
-    lane.schedule.foresee_pass(is_training=True)
-    lane.load_all()
-    lane.ring.forget()
-    lane.loads.clear()
-    lane.load_all()
-    assert lane.loads == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_a_canceled_pass_loads_nothing_and_a_single_layer_may_run() -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from async_device import AsyncDevice
+from covering import slow_but
 from engines import TwinsFactory
+from expert_models import least_gpu_memory
 
 from hf_lohan.costs import SizeClass
-
-NUM_QUICK_SEEDS = 2
-
-
-def seeds(number: int) -> list[Any]:
-    return [pytest.param(seed, marks=[] if seed < NUM_QUICK_SEEDS else pytest.mark.slow) for seed in range(number)]
+from hf_lohan.testing.models import tiny_model
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
 def test_late_copies_change_no_bit(make_twins: TwinsFactory, seed: int) -> None:
     """Batches have many tokens, or few that use only some experts. Evaluations run between steps. Gradients are held
     for a norm, or applied in backward.
@@ -42,4 +37,27 @@ def test_late_copies_change_no_bit(make_twins: TwinsFactory, seed: int) -> None:
         with torch.no_grad():
             twins.losses(100 + step, batch_size=1, sequence_length=3)
     twins.assert_equal()
+    assert device.num_races == 0
+
+
+@pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
+def test_late_swaps_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
+    """Outputs of experts are swapped. With two slots, each slot is overwritten as soon as compute has released it.
+    Gradients are held, or applied in backward.
+    """
+    family = ("mixtral", "qwen3_moe")[seed % 2]
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    twins = make_twins(
+        family,
+        recompute=True,
+        device=device,
+        experts="streamed",
+        activations="swap",
+        hold_gradients=seed % 4 > 1,
+        gpu_memory=least_gpu_memory(tiny_model(family), activations="swap"),
+    )
+    assert twins.engine.layout.plan.num_slots[SizeClass.EXPERT] == 2
+    twins.train(3)
+    twins.assert_equal()
+    assert twins.engine.activations.swapper.swapped_bytes > 0
     assert device.num_races == 0

@@ -176,25 +176,11 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     """Build a trainer with all state that a resume could lose: clipping that sometimes scales gradients, a
     learning-rate schedule, weight decay and, in OPT, dropout."""
     arguments = TrainingArguments(
-        str(run.output_dir),
-        use_cpu=True,
-        max_steps=run.num_steps,
-        per_device_train_batch_size=2,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        weight_decay=0.1,
-        max_grad_norm=2.5,
-        logging_steps=1,
-        save_strategy="steps" if run.save_steps else "no",
-        save_steps=run.save_steps or 500,
-        save_total_limit=2,
-        bf16=run.bf16,
-        torch_compile=run.compiled,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
+        str(run.output_dir), use_cpu=True, max_steps=run.num_steps, per_device_train_batch_size=2,
+        learning_rate=2e-3, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=2.5,
+        logging_steps=1, save_strategy="steps" if run.save_steps else "no", save_steps=run.save_steps or 500,
+        save_total_limit=2, bf16=run.bf16, torch_compile=run.compiled, report_to=[], disable_tqdm=True, seed=0,
+    )  # fmt: skip
     numel = 16 if run.family != "qwen3_moe" else 2  # with few tokens some experts get none
     batches = (tiny_batch(sequence_length=numel, seed=seed) for seed in range(NUM_ROWS))
     rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
@@ -203,27 +189,15 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     if run.bf16:  # of the values of float16 every 16th is a master that needs a tie code
         model = model.half().float()
     offload = {
-        **SMALL_BUDGETS,
-        "cpu_memory": run.cpu_memory,
-        "ssd": run.ssd,
-        "activations": run.activations,
-        "chunks.layers": run.chunked_layers,
-        "commit_every": run.commit_every,
-        "_parked": run.parked,
-        "ranks.timeout": run.net_timeout,
-        "embedding": run.embedding,
-        "ranks.transport": run.transport,
-    }
+        **SMALL_BUDGETS, "cpu_memory": run.cpu_memory, "ssd": run.ssd, "activations": run.activations,
+        "chunks.layers": run.chunked_layers, "commit_every": run.commit_every, "_parked": run.parked,
+        "ranks.timeout": run.net_timeout, "embedding": run.embedding, "ranks.transport": run.transport,
+    }  # fmt: skip
     if run.family in ("mixtral", "qwen3_moe"):
         offload |= {"experts": "streamed", "experts.lazy": run.family == "qwen3_moe"}
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        offload=offload,
-        callbacks=[callback],
-        optimizer_cls_and_kwargs=optimizer,
+        model, arguments, train_dataset=rows, offload=offload, callbacks=[callback], optimizer_cls_and_kwargs=optimizer
     )
     trainer.remove_callback(PrinterCallback)  # its output would hide the lines of a failure
     return trainer

@@ -17,8 +17,9 @@ import torch
 from processes import Child, finish
 from runs import FAILED, Mishap, Outcome, Run, assert_same, read_outcome
 from safetensors.torch import save_file
+from short_runs import short_arguments
 from small_file_system import MIB, fill, small_file_system, take_ballast_away
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 from write_calls import WriteCall
 
 import hf_lohan
@@ -118,9 +119,7 @@ class FillsDisk(TrainerCallback):
 
 def test_a_disk_that_fills_outside_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{name: ids[0] for name, ids in tiny_batch(sequence_length=8, seed=seed).items()} for seed in range(4)]
-    arguments = TrainingArguments(
-        str(tmp_path / "out"), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
-    )
+    arguments = short_arguments(tmp_path / "out", max_steps=2)
     offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}
     with small_file_system(tmp_path, 4 * MIB) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))

@@ -60,6 +60,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, bf16=True, family="mixtral", cpu_memory="64MiB"), 20),
         (Run(num_steps=30, compiled=True, activations="swap"), 8),
         (Run(num_steps=40, save_steps=3, activations="swap", chunked_layers=6), 20),
+        (Run(family="mixtral", num_steps=6, parked=0.4), 2),
         pytest.param(Run(family="qwen3_moe", num_steps=80), 50, marks=pytest.mark.storm),
         pytest.param(Run(family="mixtral", num_steps=80, activations="swap"), 50, marks=pytest.mark.storm),
     ],
@@ -67,7 +68,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
         "parked-updates",
         *("bfloat16", "bfloat16-experts-in-ram", "compiled"),
-        "in-chunks",
+        *("in-chunks", "streamed-experts"),
         "experts-behind",
         "experts-swapped",
     ],
@@ -79,16 +80,6 @@ def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturb
     check_progress(done, least_distinct_steps=num_kills // 3)
     afters = Counter(one.after for one in done)
     assert all(afters[kind] >= num_kills // 10 for kind in ANYWHERE), afters
-    check_against(run, undisturbed)
-
-
-@pytest.mark.slow
-def test_killed_with_streamed_experts(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Some updates wait for the next forward."""
-    run = run_in(tmp_path, Run(family="mixtral", num_steps=6, parked=0.4))
-    done = Interrupter(run, seed=3).interrupt(signal.SIGKILL, 2, ANYWHERE)
-    assert {one.exit_code for one in done} == {-signal.SIGKILL}
-    check_progress(done, least_distinct_steps=1)
     check_against(run, undisturbed)
 
 

@@ -36,10 +36,7 @@ def run(folder: Path, offload: dict[str, Any], **settings: Any) -> tuple[Outcome
 
 
 SWAP = {"activations": "swap", "cpu_memory": "32MiB"}
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "recompute": ({}, {}),
-    "bfloat16": (SWAP, {"bf16": True}),
-}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"recompute": ({}, {}), "bfloat16": (SWAP, {"bf16": True})}
 """Offload settings and TrainingArguments."""
 
 

@@ -46,14 +46,7 @@ def make_model(family: str, *, recompute: bool, **overrides: Any) -> Any:
 
 
 def offloaded(
-    model: Any,
-    folder: Path,
-    *,
-    hold: bool,
-    sums: bool = True,
-    cpu: str = "4MiB",
-    gpu: str = "2MiB",
-    dtype: Any = None,
+    model: Any, folder: Path, *, hold: bool, sums: bool = True, cpu: str = "4MiB", gpu: str = "2MiB", dtype: Any = None
 ) -> Any:
     config = resolved(folder, memory_bytes=1 << 32, cpu_memory=cpu, gpu_memory=gpu)
     layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold, sums_gradients=sums)

@@ -45,10 +45,7 @@ def test_a_profile_of_the_device(tmp_path: Path) -> None:
     device = device_for("cuda")
     rng_before = torch.cuda.get_rng_state()
     profile = measure_hardware(
-        make_config(tmp_path),
-        device,
-        **MEASURED,
-        effort=MeasuringEffort(budget_s=1.0, scratch_bytes=16 << 20),
+        make_config(tmp_path), device, **MEASURED, effort=MeasuringEffort(budget_s=1.0, scratch_bytes=16 << 20)
     )
     assert not profile.device.shares_cpu
     assert profile.device.name == torch.cuda.get_device_name()

@@ -27,12 +27,7 @@ def test_a_run_without_pinned_memory_equals_stock(
     double: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Measuring, pools and swapped activations all pin memory."""
-    offload = {
-        "cpu_memory": "64MiB",
-        "gpu_memory": "4MiB",
-        "ssd": str(tmp_path / "store"),
-        "activations": "swap",
-    }
+    offload = {"cpu_memory": "64MiB", "gpu_memory": "4MiB", "ssd": str(tmp_path / "store"), "activations": "swap"}
     with pin_limit(double, 1 << 20), caplog.at_level(logging.WARNING):
         ours = train(tmp_path / "ours", "llama", offload=offload)
     refusals = [record for record in caplog.records if "pinning" in record.getMessage()]

@@ -73,8 +73,7 @@ FORMS: dict[str, PackedForm] = {
     "nf4": FourBitForm(Quantization(method="nf4"), 4096 * 1024),
     "fp4-transposed": FourBitForm(Quantization(method="fp4", double=False), 1024 * 768, transposed_width=768),
     "fp8": EncodedForm.of(
-        "fp8",
-        (EncodedMatrix(rows=1000, columns=900, codes="float8_e4m3fn", scales="float32", block=(128, 128)),),
+        "fp8", (EncodedMatrix(rows=1000, columns=900, codes="float8_e4m3fn", scales="float32", block=(128, 128)),)
     ),
     "mxfp4": EncodedForm.of(
         "mxfp4",

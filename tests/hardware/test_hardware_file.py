@@ -28,28 +28,18 @@ def test_a_written_profile_is_read(profile: HardwareProfile, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("written", "instead", "message"),
+    ("content", "message"),
     [
-        ("h2d_bytes_per_s: 20e9", "", r"h2d_bytes_per_s"),
-        ("h2d_bytes_per_s: 20e9", "h2d_bytes_per_s: fast", r"h2d_bytes_per_s.*fast"),
-        ("flops_per_s: 160e12", "flops_per_s: -1", r"device\.flops_per_s.*-1"),
-        ("write_bytes_per_s", "writes", r"ssd\[0\].*writes"),
+        (b"a: [", "is not YAML"),
+        (b"\xff\xfe\xff", "is not YAML"),
+        (b"", "not a table"),
+        (b"- 1", "not a table"),
+        (LEAST.replace("h2d_bytes_per_s: 20e9", "").encode(), "h2d_bytes_per_s"),
+        (LEAST.replace("h2d_bytes_per_s: 20e9", "h2d_bytes_per_s: fast").encode(), "h2d_bytes_per_s.*fast"),
+        (LEAST.replace("write_bytes_per_s", "writes").encode(), r"ssd\[0\].*writes"),
     ],
 )
-def test_errors_name_the_file_the_key_and_the_value(tmp_path: Path, written: str, instead: str, message: str) -> None:
-    file = tmp_path / "machine.yaml"
-    assert written in LEAST
-    file.write_text(LEAST.replace(written, instead))
-    with pytest.raises(ProfileError, match=f"machine.yaml.*{message}") as caught:
-        read_hardware(file)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"a: [", "is not YAML"), (b"\xff\xfe\xff", "is not YAML"), (b"", "not a table"), (b"- 1", "not a table")],
-)
-def test_files_without_a_profile(tmp_path: Path, content: bytes, message: str) -> None:
+def test_errors_name_the_file_the_key_and_the_value(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "machine.yaml"
     file.write_bytes(content)
     with pytest.raises(ProfileError, match=f"machine.yaml.*{message}") as caught:

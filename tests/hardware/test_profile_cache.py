@@ -19,7 +19,6 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import CpuDevice
-from hf_lohan.files.directories import make_directory
 from hf_lohan.hardware import (
     AttentionShape,
     MatrixShape,
@@ -95,23 +94,17 @@ def test_measuring_again_replaces_the_profile(ask: Ask) -> None:
         {"matrix_shapes": (MatrixShape(64, 32, 16, count=2),)},
         {"attention": AttentionShape(num_heads=4, num_tokens=64, key_dim=16, value_dim=16)},
         {"effort": MeasuringEffort(copy_bytes=4096)},
+        *({"config": setting} for setting in ({"cpu_threads": 2}, {"io_threads": 3}, {"io_piece_bytes": 4096})),
+        {"config": {"optimizer_state_dtype": "int8"}},
     ],
 )
-def test_other_shapes_dtypes_and_efforts_are_measured(ask: Ask, measurer: Measurer, change: dict[str, Any]) -> None:
-    ask()
-    ask(**change)
-    ask(**change)
-    assert measurer.num_calls == 2
-
-
-@pytest.mark.parametrize(
-    "setting", [{"cpu_threads": 2}, {"io_threads": 3}, {"io_piece_bytes": 4096}, {"optimizer_state_dtype": "int8"}]
-)
-def test_another_config_is_measured(
-    ask: Ask, measurer: Measurer, config: OffloadConfig, setting: dict[str, Any]
+def test_other_shapes_dtypes_efforts_and_configs_are_measured(
+    ask: Ask, measurer: Measurer, config: OffloadConfig, change: dict[str, Any]
 ) -> None:
+    change = {name: replace(config, **value) if name == "config" else value for name, value in change.items()}
     ask()
-    ask(config=replace(config, **setting))
+    ask(**change)
+    ask(**change)
     assert measurer.num_calls == 2
 
 
@@ -207,22 +200,6 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for not_allowed in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", not_allowed)
         assert profiles.cache_directory() == str(tmp_path / "home" / ".cache" / "lohan" / "hardware")
-
-
-def test_a_directory_that_another_process_makes_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    isdir = os.path.isdir
-
-    def made_after_the_check(path: str) -> bool:
-        is_made = isdir(path)
-        if path == str(cache):
-            cache.mkdir(exist_ok=True)
-        return is_made
-
-    monkeypatch.setattr(os.path, "isdir", made_after_the_check)
-    make_directory(str(cache))
 
 
 def test_one_of_many_threads_measures(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> None:

@@ -63,9 +63,7 @@ class Prepared:
     def __init__(self, model: Any, folder: Path, *, accumulate: int = 1, **plugin: Any) -> None:
         offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(folder)}
         self.accelerator = Accelerator(
-            cpu=True,
-            gradient_accumulation_steps=accumulate,
-            lohan_plugin=LohanPlugin(offload=offload, **plugin),
+            cpu=True, gradient_accumulation_steps=accumulate, lohan_plugin=LohanPlugin(offload=offload, **plugin)
         )
         optimizer, scheduler = optimizer_and_scheduler(model)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(

@@ -19,17 +19,9 @@ ROWS, TOKENS, CHUNK = 2, 48, 10
 IDS = torch.randint(3, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "sliding_window": 16,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "use_cache": False, "pad_token_id": 0, "sliding_window": 16,
+}  # fmt: skip
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 GROUPS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_key_value_heads": 4, "head_dim": 4}

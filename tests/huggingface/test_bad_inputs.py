@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from short_runs import short_arguments
 
 import hf_lohan
 from hf_lohan.costs import BudgetError
@@ -16,10 +16,9 @@ from hf_lohan.testing.models import tiny_model, tiny_rows
 
 def trainer(folder: Path, offload: Any, family: str = "llama") -> hf_lohan.Trainer:
     rows = tiny_rows(4)
-    args = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+    return hf_lohan.Trainer(
+        tiny_model(family), short_arguments(folder, max_steps=1), train_dataset=rows, offload=offload
     )
-    return hf_lohan.Trainer(tiny_model(family), args, train_dataset=rows, offload=offload)
 
 
 def error_of(expected: type[Exception], folder: Path, offload: Any, family: str = "llama") -> str:

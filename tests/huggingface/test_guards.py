@@ -88,6 +88,7 @@ def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None,
         ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
         ({"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"}, ["would be partly ignored", "weight_decay"]),
         ({"deepspeed": {"zero_optimization": {}}}, ["DeepSpeed"]),
+        ({"fsdp": ["full_shard"]}, ["FSDP"]),
         ({"world_size": 2, "auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
         ({"world_size": 2, "accelerator_config": {"even_batches": False}}, ["even_batches=False", "leave it out"]),
         ({"world_size": 2, "save_on_each_node": True}, ["save_on_each_node=True", "all machines share"]),
@@ -160,16 +161,8 @@ def test_prompt_learning_is_refused_with_several_ranks() -> None:
     assert "'soft' learns prompts" in refusal(lambda: check_rank_model(model, Ranks(1, 2, 1, 2)))
 
 
-def test_fsdp_is_refused() -> None:
-    args = arguments(Path("unused"), fsdp=["full_shard"])
-    assert "FSDP" in refusal(lambda: check_arguments(args))
-
-
-def test_wrapped_models_are_refused() -> None:
+def test_wrapped_quantized_and_dispatched_models_are_refused() -> None:
     assert "DataParallel" in refusal(lambda: check_model(nn.DataParallel(nn.Linear(2, 2))))
-
-
-def test_quantized_and_dispatched_models_are_refused() -> None:
     model = tiny_model("llama")
     model.is_quantized = True
     assert "quantized" in refusal(lambda: check_model(model))

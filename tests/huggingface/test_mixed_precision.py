@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded_models import forget_accelerator_state
+from short_runs import short_arguments
 from torch import nn
 from transformers import TrainingArguments
 
@@ -25,10 +26,7 @@ def offload(folder: Path) -> dict[str, Any]:
 
 
 def by_trainer(folder: Path, **arguments: Any) -> tuple[list[float], dict[str, torch.Tensor], torch.dtype]:
-    args = TrainingArguments(
-        str(folder), max_steps=3, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no",
-        **arguments,
-    )  # fmt: skip
+    args = short_arguments(folder, max_steps=3, per_device_train_batch_size=8, **arguments)
     rows = tiny_rows(24)
     trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=offload(folder))
     trainer.train()

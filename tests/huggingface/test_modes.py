@@ -39,6 +39,8 @@ def test_other_users_may_not_write_the_files_of_a_run(tmp_path: Path) -> None:
     trainer.train()
     trainer.train(resume_from_checkpoint="last_step")
     assert len(list(tmp_path.rglob("*"))) > 30
+    private = [path for name in ("store", "last_step") for path in (run / "_lohan" / name).rglob("*")]
+    assert private and not [path for path in private if path.stat().st_mode & 0o077]
     assert not open_to_others(tmp_path)
     trainer.offload_engine.close()
     os.umask(0)  # another process may export

@@ -13,6 +13,7 @@ from architectures import model_with_a_tower
 from datasets import Dataset
 from peft import LoraConfig
 from quantized_folders import fp8_folder
+from short_runs import short_arguments
 from tiny_tokenizer import tiny_tokenizer
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
@@ -27,10 +28,7 @@ NUM_TOKENS = len(ROWS[0]["input_ids"])
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    named = {"max_steps": 2, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2}
-    return TrainingArguments(
-        str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=2, **{**named, **more}
-    )
+    return short_arguments(folder, **{"max_steps": 2, "learning_rate": 1e-2, **more})
 
 
 def trainer(folder: Path, model: Any = None, **more: Any) -> Any:

@@ -38,11 +38,6 @@ def weight_of(model: nn.Module) -> nn.Parameter:
     return model.get_parameter(NAME)
 
 
-def average_with(model: Any, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
-    averages = [torch.zeros(parameter.shape).lerp_(read(parameter), 0.1) for parameter in model.parameters()]
-    return torch.cat([average.flatten() for average in averages])
-
-
 def add_to(model: Any) -> None:
     weight_of(model).data += 1.0
 
@@ -53,24 +48,6 @@ def set_one(model: Any) -> None:
 
 def set_to_zero(model: Any) -> None:
     weight_of(model).data = torch.zeros(weight_of(model).shape)
-
-
-READ_WEIGHTS: dict[str, Callable[[Any], Any]] = {
-    "EMA of .data": lambda model: average_with(model, lambda parameter: parameter.data),
-    "EMA of .detach()": lambda model: average_with(model, lambda parameter: parameter.detach()),
-    "EMA of the parameter": lambda model: average_with(model, lambda parameter: parameter),
-    "norm": lambda model: weight_of(model).norm(),
-    "a part of it": lambda model: weight_of(model)[0].sum(),
-    "numpy": lambda model: torch.from_numpy(weight_of(model).detach().numpy()),
-    "tolist": lambda model: torch.tensor(weight_of(model).tolist()),
-    "parameters_to_vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
-}
-
-
-@pytest.mark.parametrize("call", READ_WEIGHTS.values(), ids=READ_WEIGHTS)
-def test_an_absent_weight_is_read_from_the_store(call: Callable[[Any], Any], model: Any) -> None:
-    with torch.no_grad():
-        assert torch.equal(call(model), call(tiny_model("llama")))
 
 
 REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {

@@ -44,11 +44,7 @@ OF_CLASSES: dict[str, dict[str, str]] = {
     "Trainer.get_total_train_batch_size": {"args": PASSED_ON},
     "Trainer.get_batch_samples": {"epoch_iterator": DONE},
     "Accelerator.prepare": {},
-    "Accelerator.prepare_model": {
-        "model": DONE,
-        "device_placement": PASSED_ON,
-        "evaluation_mode": DONE,
-    },
+    "Accelerator.prepare_model": {"model": DONE, "device_placement": PASSED_ON, "evaluation_mode": DONE},
     "Accelerator.prepare_optimizer": {
         "optimizer": DONE,
         "device_placement": NO_MEANING + "the states are in the store; other optimizers are passed on with it",
@@ -59,10 +55,7 @@ OF_CLASSES: dict[str, dict[str, str]] = {
     "Accelerator.gather": {"tensor": DONE},
     "Accelerator.clip_grad_norm_": {"parameters": DONE, "max_norm": DONE, "norm_type": REFUSED},  # but 2
     "Accelerator.clip_grad_value_": {"parameters": REFUSED, "clip_value": REFUSED},
-    "Accelerator.get_state_dict": {
-        "model": DONE,
-        "unwrap": NO_MEANING + "an offloaded model is not wrapped",
-    },
+    "Accelerator.get_state_dict": {"model": DONE, "unwrap": NO_MEANING + "an offloaded model is not wrapped"},
     "Accelerator.save_model": {
         "model": DONE,
         "save_directory": DONE,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_lohan.testing.models import tiny_batch
 
-TwinsFactory = Callable[..., Any]
 NUM_MICRO_BATCHES = 4
 
 

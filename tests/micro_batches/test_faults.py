@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from joint_steps import TwinsFactory, micro_batches, train
+from engines import TwinsFactory
+from joint_steps import micro_batches, train
 from torch import Tensor, nn
 
 from hf_lohan.micro_batches.joint_forward import MicroBatchHeads

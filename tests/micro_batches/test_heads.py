@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, assert_close, micro_batches, train
+from engines import TwinsFactory
+from joint_steps import NUM_MICRO_BATCHES, assert_close, micro_batches, train
 from torch import Tensor, nn
 
 from hf_lohan.micro_batches.joint_forward import MicroBatchHeads

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, assert_close, micro_batches
+from engines import TwinsFactory
+from joint_steps import NUM_MICRO_BATCHES, assert_close, micro_batches
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from covering import slow_but
-from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, train
+from engines import TwinsFactory
+from joint_steps import NUM_MICRO_BATCHES, train
 
 from hf_lohan.engine import EngineEvents
 from hf_lohan.model import ParamSlice

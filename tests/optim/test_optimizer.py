@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from hf_lohan.optim import AdamWGroup, JointOptimizer, OffloadAdamW
 
@@ -20,7 +18,6 @@ class Target:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.optimizer: OffloadAdamW | None = None
-        self.learning_rates: list[float] = []
         self.step_was_skipped = False
 
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
@@ -28,7 +25,6 @@ class Target:
 
     def step(self) -> None:
         self.calls.append("step")
-        self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
     def drop_gradients(self, *, to_none: bool = True) -> None:
         self.calls.append("drop" if to_none else "set to zeros")
@@ -136,59 +132,6 @@ def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> Non
     assert float(loss) == 2.0
     assert target.calls == ["closure True", "step"]
     assert optimizer.step() is None
-
-
-@pytest.mark.parametrize("kind", ["lambda", "cosine"])
-def test_a_scheduler_sets_the_same_rates_as_with_torch(kind: str, target: Target) -> None:
-    def schedule(optimizer: Any) -> Any:
-        if kind == "lambda":
-            return LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return CosineAnnealingLR(optimizer, T_max=5)
-
-    ours, _ = two_groups(target)
-    stock_parameters = parameters()
-    groups: list[dict[str, Any]] = [{"params": stock_parameters[:2]}, {"params": stock_parameters[2:], "lr": 0.5}]
-    stock = torch.optim.AdamW(groups, lr=0.25)
-    schedulers = schedule(ours), schedule(stock)
-    expected = []
-    for _ in range(6):
-        expected.append(stock.param_groups[0]["lr"])
-        ours.step()
-        stock.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert target.learning_rates == expected
-    assert len(set(expected)) > 3
-
-
-def test_a_scheduler_works_after_loading(target: Target) -> None:
-    optimizer, _ = two_groups(target)
-    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
-    optimizer.step()
-    scheduler.step()
-    saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(scheduler.state_dict())
-    resumed_target = Target()
-    resumed, _ = two_groups(resumed_target)
-    resumed_scheduler = LambdaLR(resumed, lambda step: 0.5**step)
-    resumed.load_state_dict(saved[0])
-    resumed_scheduler.load_state_dict(saved[1])
-    resumed.step()
-    resumed_scheduler.step()
-    resumed.step()
-    assert resumed_target.learning_rates == [0.125, 0.0625]
-
-
-def test_joint_optimizers_use_the_hyperparameters_of_their_own_step(target: Target) -> None:
-    first, second = parameters(2)
-    lr = torch.tensor(0.5)  # schedulers write to such a tensor
-    settings = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    groups = [[{"params": [p], "lr": own, **settings}] for p, own in ((first, lr), (second, 0.25))]
-    one, other = JointOptimizer(groups, engine=target).parts
-    one.step()
-    lr.fill_(0.125)
-    other.step()
-    assert target.learning_rates == [0.5]
-    assert one.param_groups[0]["lr"] is lr and float(lr) == 0.125
 
 
 def test_a_joint_optimizer_does_not_report_an_earlier_step(target: Target) -> None:

@@ -201,15 +201,9 @@ def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> Non
 def test_few_chunks_stand_for_all_in_a_window(window: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores grow with the row until the window is full, and then no longer."""
     config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        sliding_window=window,
-        attn_implementation="eager",
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, sliding_window=window, attn_implementation="eager",
+    )  # fmt: skip
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layout = lay_out(model, resolved(ROOT), working_dtype=torch.float32, hold_gradients=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import short_arguments
 from torch import nn
-from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan.costs import forecast
@@ -47,16 +47,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
     sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 128}
     tiny_model("qwen3_moe", hidden_size=128, **sizes).save_pretrained(own / "checkpoint")
     rows = tiny_rows(NUM_STEPS)
-    args = TrainingArguments(
-        str(own / "run"),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=1,
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = short_arguments(own / "run", max_steps=NUM_STEPS, per_device_train_batch_size=1, max_grad_norm=0.0)
     settings = {"experts": experts, "gpu_memory": gpu_memory, "cpu_memory": "24MiB", "ssd": str(own / "drive")}
     settings |= {"prefetch_blocks": 1, "_resident_records": "none"}
     trainer = hf_lohan.Trainer(str(own / "checkpoint"), args, train_dataset=rows, offload=settings)

@@ -12,7 +12,7 @@ import torch
 import yaml
 from covering import slow_but
 from planned_models import one_plan_alone, runner
-from transformers import TrainingArguments
+from short_runs import short_arguments
 
 import hf_lohan
 from hf_lohan.cli import app
@@ -52,16 +52,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def train(checkpoint: Path, folder: Path, settings: dict[str, Any], asked: dict[str, Any]) -> Any:
     """Train a saved model for one step and return its engine."""
     rows = tiny_rows(16, sequence_length=SEQUENCE_LENGTH)
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=1,
-        per_device_train_batch_size=BATCH_SIZE,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **asked,
-    )
+    args = short_arguments(folder, max_steps=1, per_device_train_batch_size=BATCH_SIZE, **asked)
     trainer = hf_lohan.Trainer(str(checkpoint), args, train_dataset=rows, offload=settings)
     trainer.train()
     return trainer.offload_engine
@@ -245,10 +236,7 @@ def test_ranks_with_different_ram_take_a_way_that_fits_all(tmp_path: Path) -> No
     case, hardware = RANK_CASES["2 nodes"], HardwareProfile.from_mapping(SLOW_NETWORK)
     ram = (case.settings["cpu_memory"], "3264KiB")  # lent pieces take 192 KiB of it
     results = run_ranks(
-        2,
-        lambda links: train_rank(links, case, tmp_path, hardware, ram[links.ranks.rank]),
-        num_local=1,
-        timeout_s=120,
+        2, lambda links: train_rank(links, case, tmp_path, hardware, ram[links.ranks.rank]), num_local=1, timeout_s=120
     )
     for plan, layout in results:
         way = plan["cluster"]["collectives"]

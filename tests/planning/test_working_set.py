@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from short_runs import short_arguments
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -205,9 +206,7 @@ def test_a_step_of_layers_in_chunks_is_within_device_memory(tmp_path: Path) -> N
     ids = torch.randint(5, 256, (1, length), generator=torch.Generator().manual_seed(1)).tolist()
     trainer = CountedTrainer(
         model,
-        transformers.TrainingArguments(
-            str(tmp_path / "run"), max_steps=1, max_grad_norm=0.0, save_strategy="no", report_to=[], use_cpu=True
-        ),
+        short_arguments(tmp_path / "run", max_steps=1, max_grad_norm=0.0),
         train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
         data_collator=transformers.default_data_collator,
         offload={"device_memory": device_memory, "cpu_memory": "1GiB", "cpu_threads": 1, "_io_threads": 1},

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from packed_forms import FORMS, decoded
+from python_runs import run_python
+from short_runs import short_arguments
 from torch import Tensor
 
 import hf_lohan
@@ -89,9 +89,7 @@ def test_a_training_step_launches_kernels_for_each_load(
         adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
         trainer = hf_lohan.Trainer(
             str(tmp_path / "base"),
-            hf_lohan.TrainingArguments(
-                str(tmp_path / name), use_cpu=True, max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True
-            ),
+            short_arguments(tmp_path / name, max_steps=2, per_device_train_batch_size=8),
             train_dataset=tiny_rows(16),
             peft_config=adapters,
             offload={"cpu_memory": "6MiB", "gpu_memory": "550KiB", "quantize": setting},
@@ -128,15 +126,8 @@ def test_kernels_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported, so the tests above run in another process."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("this process runs them itself")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert result.returncode == 0 and f"{3 * len(FORMS) + 3} passed" in result.stdout, result.stdout[-3000:]
+    run = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
+    assert f"{3 * len(FORMS) + 3} passed" in run.stdout, run.stdout[-3000:]
 
 
 @pytest.mark.slow

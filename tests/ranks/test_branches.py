@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from covering import slow_but
 from equal_tensors import assert_same_tensors, same_bits
 from torch import Tensor
-from training_ranks import AfterStep, Trained, do_nothing, rank_engine, stock_steps, take_steps, weights_of
+from training_ranks import Trained, rank_engine, stock_steps, take_steps, weights_of
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_lohan.device import BufferPool, CpuDevice
@@ -139,13 +140,14 @@ def train_rank(
     links: Links,
     folder: Path,
     case: Case,
-    max_norm: float,
+    max_norm: float = 0.0,
     *,
-    after_step: AfterStep = do_nothing,
     in_step: Callable[[int, int], object] = lambda _step, _rank: None,
     checkpoints: bool = False,
+    evaluating: Sequence[int] = (),
     **settings: Any,
 ) -> Trained:
+    """Train one rank. `evaluating`: the ranks that evaluate between steps, each with other batches than it trained."""
     rank, num_micro = links.ranks.rank, len(case.branches[0]) // links.ranks.num_ranks
     holds = max_norm > 0 or num_micro > 1
     with rank_engine(links, folder, case.make_model, hold_gradients=holds, **settings) as engine:
@@ -157,14 +159,24 @@ def train_rank(
             in_step(step, rank)
             return loss
 
+        def evaluate(engine: OffloadEngine, step: int) -> None:
+            with torch.no_grad():
+                for batch in range(1 + rank) if rank in evaluating else ():
+                    case.loss(engine.model, step, (rank + batch) % 2)
+
         found = take_steps(
-            engine, loss_of, len(case.branches), num_micro=num_micro, max_norm=max_norm, after_step=after_step
+            engine, loss_of, len(case.branches), num_micro=num_micro, max_norm=max_norm, after_step=evaluate
         )
         found.weights = weights_of(engine)
         return found
 
 
-def check(stock: Trained, trained: Sequence[Trained]) -> None:
+def check_ranks(
+    case: Case, folder: Path, max_norm: float = 0.0, *, num_local: int | None = None, **options: Any
+) -> None:
+    """Check that two ranks have the weights and norms of one process."""
+    stock = train_stock(case, 2, max_norm)
+    trained = run_ranks(2, lambda links: train_rank(links, folder, case, max_norm, **options), num_local=num_local)
     for ours in trained:
         assert_same_tensors(ours.weights, stock.weights)
         assert len(ours.norms) == len(stock.norms) and all(map(same_bits, ours.norms, stock.norms))
@@ -189,67 +201,43 @@ def only_for_others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, only_for_others: list[str]) -> None:
-    stock = train_stock(CASES[name], 2, max_norm)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], max_norm)))
+    check_ranks(CASES[name], tmp_path, max_norm)
     assert bool(only_for_others) == (name != "none"), "ranks with equal batches need the same blocks"
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path: Path) -> None:
-    case = ACCUMULATED[name]
-    stock = train_stock(case, 2, max_norm)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, max_norm)))
+ROOM = {"cpu_memory": "16MiB", "gpu_memory": "4MiB"}
+WAYS: dict[str, dict[str, Any]] = {
+    "two nodes": {"max_norm": 0.5, "num_local": 1},
+    **{
+        f"{place}, checkpoints {checkpoints}": {**ROOM, "activations": place, "checkpoints": checkpoints}
+        for place in ("keep", "swap")
+        for checkpoints in (False, True)
+    },
+    **{f"evaluation by {ranks}": {"max_norm": 0.5, "evaluating": ranks} for ranks in ((0, 1), (1,))},
+    **{f"accumulated, clipped to {max_norm}": {"max_norm": max_norm} for max_norm in (0.0, 0.5)},
+    **{
+        f"accumulated, {clip} at {max_norm}": {"max_norm": max_norm, "_clip": clip}
+        for clip in ("speculate", "defer")
+        for max_norm in (0.5, 100.0)
+    },
+}
+EVERY = [
+    (way, name)
+    for way in WAYS
+    for name in (("images", "skipping") if way.startswith("accumulated") else ("alternating", "skipping"))
+]
+QUICK = [
+    ("two nodes", "alternating"),
+    ("keep, checkpoints False", "alternating"),
+    ("accumulated, clipped to 0.0", "images"),
+    ("accumulated, speculate at 0.5", "images"),
+]
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("name", ["alternating", "skipping"])
-def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> None:
-    stock = train_stock(CASES[name], 2, 0.5)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], 0.5), num_local=1))
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("name", ["images", "skipping"])
-@pytest.mark.parametrize("clip", ["speculate", "defer"])
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_guesses_of_ranks_whose_batches_differ(clip: str, max_norm: float, name: str, tmp_path: Path) -> None:
-    stock = train_stock(ACCUMULATED[name], 2, max_norm)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, _clip=clip)))
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("name", ["alternating", "skipping"])
-@pytest.mark.parametrize("activations", ["keep", "swap"])
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_activations_of_ranks_whose_batches_differ(
-    name: str, activations: str, checkpoints: bool, tmp_path: Path
-) -> None:
-    stock = train_stock(CASES[name], 2, 0.0)
-    settings: dict[str, Any] = {"activations": activations, "cpu_memory": "16MiB", "gpu_memory": "4MiB"}
-    run = lambda links: train_rank(links, tmp_path, CASES[name], 0.0, checkpoints=checkpoints, **settings)  # noqa: E731
-    check(stock, run_ranks(2, run))
-
-
-@pytest.mark.slow
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("evaluating", [(0, 1), (1,)])
-@pytest.mark.parametrize("name", ["alternating", "skipping"])
-def test_ranks_may_evaluate_different_batches_between_steps(
-    name: str, evaluating: Sequence[int], tmp_path: Path
-) -> None:
-    case = CASES[name]
-
-    def evaluate(engine: OffloadEngine, step: int) -> None:
-        rank = engine.links.ranks.rank
-        if rank in evaluating:
-            with torch.no_grad():
-                for batch in range(1 + rank):
-                    case.loss(engine.model, step, (rank + batch) % 2)
-
-    stock = train_stock(case, 2, 0.5)
-    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, 0.5, after_step=evaluate)))
+@pytest.mark.parametrize("case", slow_but(QUICK, EVERY), ids=str)
+def test_two_ranks_train_as_one_process_in_each_way(case: tuple[str, str], tmp_path: Path) -> None:
+    way, name = case
+    check_ranks((ACCUMULATED if way.startswith("accumulated") else CASES)[name], tmp_path, **WAYS[way])
 
 
 class PlannedError(Exception):

@@ -7,8 +7,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -19,15 +17,15 @@ import torch
 from async_device import AsyncDevice
 from covering import slow_but
 from equal_tensors import assert_same_tensors
+from python_runs import run_python
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 from training_ranks import assert_same_ranks, assert_same_run
 
 from hf_lohan.costs import Collectives
 from hf_lohan.engine import ranks as engine_ranks
-from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, RanksDisagreeError
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.models import tiny_model
-from hf_lohan.testing.thread_ranks import run_ranks
 
 NODES = [(2, 1), (4, 2), (3, 1)]
 """The number of ranks, and the number of ranks per node."""
@@ -41,21 +39,40 @@ def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
         assert_same_run(ours, Trained(ours.layout, rank, oracle.parameters, oracle.norms, oracle.losses[rank]))
 
 
-@pytest.mark.covering(0)
+BETWEEN_NODES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gradients in int8": ({"gradients": "int8"}, {"gradients": GRADIENTS_INT8}),
+    "gradients in int4": ({"gradients": "int4"}, {"gradients": GRADIENTS_INT4}),
+    "weights": ({"forward": "int8", "backward": "world"}, {"weights": WEIGHTS_INT8}),
+    "kept weights": ({"forward": "int8", "backward": "node"}, {"weights": WEIGHTS_INT8}),
+    "both": (
+        {"forward": "int8", "backward": "node", "gradients": "int4"},
+        {"weights": WEIGHTS_INT8, "gradients": GRADIENTS_INT4},
+    ),
+    "quantized": (
+        "quantized",
+        {"weights": WEIGHTS_INT8, "gradients": GRADIENTS_INT4, "gradients_within": GRADIENTS_WITHIN["int4"]},
+    ),
+}
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize("word", ["int8", "int4"])
+@pytest.mark.parametrize("way", slow_but(("gradients in int8", "weights", "quantized"), BETWEEN_NODES))
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
-def test_gradients_are_rounded_as_in_one_process_with_the_codec(
-    num_ranks: int, num_local: int, word: str, max_norm: float, tmp_path: Path
+def test_values_are_rounded_as_in_one_process_with_the_codecs(
+    num_ranks: int, num_local: int, way: str, max_norm: float, tmp_path: Path
 ) -> None:
+    """All ranks compute with the decoded weights, which are coded once for both hops. Updates change the exact weights.
+    The sum of a node's gradients is coded again."""
+    setting, codecs = BETWEEN_NODES[way]
     training = Training(num_ranks, num_local, max_norm)
-    oracle = Oracle(training, tmp_path)
-    oracle.train(gradients=GRADIENT_CODECS[word])
-    exact = Oracle(training, tmp_path)
+    oracle, exact = Oracle(training, tmp_path), Oracle(training, tmp_path)
+    oracle.train(**codecs)
     exact.train()
-    trained = training.run(tmp_path, {"gradients": word})
+    trained = training.run(tmp_path, setting)
     check_against_oracle(trained, oracle)
     assert any(not torch.equal(exact.parameters[name], weight) for name, weight in oracle.parameters.items())
+    assert trained[0].layout.open_ways[0].within == ("int4" if way == "quantized" else "exact")
 
 
 @pytest.mark.covering(0)
@@ -83,17 +100,6 @@ def test_the_sent_bytes_of_gradients(num_ranks: int, num_local: int, word: str, 
     trained_numel = sum(block.state_numel for block in trained[0].layout.blocks)
     all_numels = [sum(gradient_numels(training, trained[0].layout, rank)) for rank in range(num_ranks)]
     assert sum(all_numels) == (training.num_nodes - 1) * trained_numel
-
-
-def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
-    training = Training(2, 1)
-
-    with pytest.raises(RanksDisagreeError, match="give all ranks the same settings"):
-        run_ranks(
-            2,
-            lambda links: training.train_rank(links, tmp_path, {"gradients": ["int8", "int4"][links.ranks.rank]}),
-            num_local=1,
-        )
 
 
 def test_settings_between_nodes_round_nothing_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,10 +217,8 @@ def test_a_training_step_launches_each_kernel(word: str, tmp_path: Path, monkeyp
 @pytest.mark.skipif(IN_INTERPRETER, reason="this process runs the test above itself")
 def test_kernels_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "launches_each_kernel"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert result.returncode == 0 and "2 passed" in result.stdout, result.stdout[-3000:]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "launches_each_kernel"]
+    assert "2 passed" in run_python(*command, timeout_s=900, TRITON_INTERPRET="1").stdout
 
 
 def test_one_rank_says_that_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,38 +249,6 @@ def test_a_codec_that_rounds_is_logged_with_its_error(tmp_path: Path, caplog: py
     errors = [text for text in caplog.messages if "with a relative error of 1" in text]
     assert len(errors) == 2
     assert all("root mean square" in text for text in errors)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("backward", ["world", "node"])
-def test_weights_are_rounded_as_in_one_process_with_the_codec(
-    backward: str, num_ranks: int, num_local: int, max_norm: float, tmp_path: Path
-) -> None:
-    """All ranks compute with the decoded weights. Updates change the exact weights."""
-    training = Training(num_ranks, num_local, max_norm)
-    oracle = Oracle(training, tmp_path)
-    oracle.train(weights=WEIGHTS_INT8)
-    check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("within", ["exact", "int4"])
-@pytest.mark.parametrize("num_local", [1, 2])
-def test_quantized_rounds_weights_and_gradients(num_local: int, within: str, tmp_path: Path) -> None:
-    """Weights are coded once for both hops, and the sum of a node's gradients is coded again."""
-    training = Training(2 * num_local, num_local)
-    oracle = Oracle(training, tmp_path)
-    oracle.train(
-        weights=WEIGHTS_INT8,
-        gradients=GRADIENTS_INT4,
-        gradients_within=None if within == "exact" else GRADIENTS_WITHIN[within],
-    )
-    parts = {"forward": "int8", "backward": "node", "gradients": "int4"}
-    trained = training.run(tmp_path, parts if within == "exact" else "quantized")
-    check_against_oracle(trained, oracle)
-    assert trained[0].layout.open_ways[0].within == within
 
 
 EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]
@@ -382,19 +354,6 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     assert num_in_group > 0
     param_bytes = sum(block.numel for block in found[0].layout.blocks) * dtype.itemsize
     assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("evaluates", slow_but([True], [False, True]))
-def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
-    """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""
-    training = Training(4, 1, num_steps=3, evaluates=evaluates, decides_before_loads=False)
-    for number, parts in enumerate([{"forward": "int8", "within": "int4"}, {"forward": "exact"}]):
-        expected = training.run(tmp_path / f"world-{number}", {**parts, "backward": "world"})
-        found = training.run(tmp_path / f"found-{number}", {**parts, "backward": 2})
-        for ours, other in zip(found, expected, strict=True):
-            assert ours.layout.collectives is not None and ours.layout.collectives.group_ranks == 2
-            assert_same_run(ours, other)
 
 
 @pytest.mark.parametrize(

@@ -298,29 +298,6 @@ def test_stores_with_one_version_do_not_change(tmp_path: Path, engine: IoEngine)
     assert run_ranks(2, go_on) == [False, True]
 
 
-def test_stores_of_another_run_are_refused(tmp_path: Path, engine: IoEngine) -> None:
-    """Both stores have commit 2."""
-    for run in ("one", "other"):
-        for rank in range(2):
-            (tmp_path / run / f"rank-{rank}").mkdir(parents=True)
-
-        def train(links: Links, root: Path = tmp_path / run) -> None:
-            trained = TrainedRank(links, root, engine, None)
-            trained.train(2)
-            trained.store.close()
-
-        run_ranks(2, train)
-    (tmp_path / "one" / "rank-1").rename(tmp_path / "away")
-    (tmp_path / "other" / "rank-1").rename(tmp_path / "one" / "rank-1")
-
-    def go_on(links: Links) -> None:
-        store = Store.open(path_of(tmp_path / "one", links.ranks.rank), model=MODEL, engine=engine)
-        with store, pytest.raises(RanksDisagreeError, match="there is no commit that all ranks hold"):
-            CommitAgreement(links).restore_common_commit(store)
-
-    run_ranks(2, go_on)
-
-
 def trained_on(root: Path, engine: IoEngine, num_steps: int, *, seed: int = 0) -> list[Content]:
     """Continue the run of two ranks below ``root``. Returns the last contents of their stores."""
 

@@ -7,23 +7,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_branches
 import torch
 from async_device import AsyncDevice
+from covering import slow_but
 from equal_tensors import assert_same_tensors
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
 from gloo_devices import gloo_between_cpus
 from peft import LoraConfig, get_peft_model
-from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
+from test_branches import ACCUMULATED, CASES, Case, check_ranks, choose_skipped_layers
 from test_training import NUM_STEPS, train_rank, train_stock
 from torch import Tensor, nn
-from training_ranks import Trained, assert_same_ranks, assert_same_run
+from training_ranks import Trained, assert_same_ranks, assert_same_run, do_nothing
 
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, Lane
@@ -305,15 +306,6 @@ def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:
 # Training.
 
 
-def train_both(num_ranks: int, folder: Path, train: Callable[..., Any]) -> None:
-    """Compare a run over devices with one over host memory. ``train`` gets links, a folder and settings."""
-    host, nccl = (
-        run_ranks(num_ranks, lambda links, by=by: train(links, folder / by, **{**ROOM, "ranks.transport": by}))  # type: ignore[misc]
-        for by in ("host", "nccl")
-    )
-    assert_same_ranks(nccl, host)
-
-
 def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, ways: list[bool]) -> None:
     """Mean gradients reach the host once for each element, and are in float32."""
     copied: list[int] = []
@@ -332,85 +324,56 @@ def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, 
     assert 4 * NUM_STEPS * num_params <= sum(copied) < 1.2 * 4 * NUM_STEPS * num_params
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_three_ranks_in_bfloat16(family: str, tmp_path: Path, ways: list[bool]) -> None:
-    """A third is no float, so each operation rounds."""
-
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, family, 0.5, dtype=torch.bfloat16, **settings)
-
-    train_both(3, tmp_path, train)
-    assert any(ways)
+def freeze(engine: OffloadEngine, step: int) -> None:
+    inner = engine.model.model
+    for part in (inner.embed_tokens, inner.layers[0], inner.layers[1].mlp):
+        part.requires_grad_(step == 2)
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_accumulated_gradients_are_added_on_the_host(clip: str, tmp_path: Path, ways: list[bool]) -> None:
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, "llama", 0.5, 3, _clip=clip, **settings)
-
-    train_both(2, tmp_path, train)
-    assert not any(ways)
-
-
-@pytest.mark.slow
-def test_micro_batches_that_run_together(tmp_path: Path, ways: list[bool]) -> None:
-    """Their sums are float32, on the device."""
-
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, "llama", 0.5, 3, is_joint=True, dtype=torch.bfloat16, **settings)
-
-    train_both(2, tmp_path, train)
-    assert any(ways)
+def drop(engine: OffloadEngine, step: int) -> None:
+    """Drop the gradients on one rank, whether or not those of others have been added to them."""
+    engine.model(**tiny_batch(seed=step)).loss.backward()
+    if engine.links.ranks.rank == step % 2:
+        time.sleep(0.01 * step)
+    engine.drop_gradients()
 
 
 def spoils(step: int, rank: int) -> bool:
     return (step, rank) == (1, 1)
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_path: Path) -> None:
+# A third is no float, so each operation of three ranks rounds.
+WAYS: dict[str, dict[str, Any]] = {
+    "three in bfloat16": {"num_ranks": 3, "dtype": torch.bfloat16},
+    "three experts in bfloat16": {"num_ranks": 3, "dtype": torch.bfloat16, "family": "mixtral"},
+    "accumulated": {"accumulation": 3, "_clip": "defer"},
+    "accumulated, guessed": {"accumulation": 3, "_clip": "speculate"},
+    "together": {"accumulation": 3, "is_joint": True, "dtype": torch.bfloat16},
+    "a dropped step": {"after_step": drop},
+    **{f"frozen, {max_norm}": {"after_step": freeze, "max_norm": max_norm} for max_norm in (0.0, 0.5)},
+    **{f"not finite, {max_norm}": {"spoils": spoils, "max_norm": max_norm} for max_norm in (0.0, 0.5)},
+}
+QUICK = ("three in bfloat16", "accumulated", "a dropped step", "frozen, 0.0", "not finite, 0.0")
+
+
+@pytest.mark.parametrize("way", slow_but(QUICK, WAYS))
+def test_devices_add_as_the_host_does(way: str, tmp_path: Path, ways: list[bool]) -> None:
+    """Accumulated gradients are added on the host, unless they are of micro-batches that run together."""
     skipped: list[bool] = []
+    run: dict[str, Any] = {"num_ranks": 2, "family": "llama", "max_norm": 0.5, **WAYS[way]}
+    num_ranks, after_step = run.pop("num_ranks"), run.pop("after_step", do_nothing)
 
-    def note(engine: OffloadEngine, _step: int) -> None:
+    def end_step(engine: OffloadEngine, step: int) -> None:
         skipped.append(engine.step_was_skipped)
+        after_step(engine, step)
 
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, "llama", max_norm, spoils=spoils, after_step=note, **settings)
-
-    train_both(2, tmp_path, train)
-    assert sum(skipped) == 4
-
-
-def test_a_dropped_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    """One rank drops its gradients, whether or not those of others have been added to them."""
-
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        def drop(engine: OffloadEngine, step: int) -> None:
-            engine.model(**tiny_batch(seed=step)).loss.backward()
-            if links.ranks.rank == step % 2:
-                time.sleep(0.01 * step)
-            engine.drop_gradients()
-
-        return train_rank(links, folder, "llama", 0.5, after_step=drop, **settings)
-
-    train_both(2, tmp_path, train)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: Path) -> None:
-    def freeze(engine: OffloadEngine, step: int) -> None:
-        inner = engine.model.model
-        for part in (inner.embed_tokens, inner.layers[0], inner.layers[1].mlp):
-            part.requires_grad_(step == 2)
-
-    def train(links: Links, folder: Path, **settings: Any) -> Trained:
-        return train_rank(links, folder, "llama", max_norm, after_step=freeze, **settings)
-
-    train_both(2, tmp_path, train)
+    host, nccl = (
+        run_ranks(num_ranks, partial(train_rank, folder=tmp_path / by, after_step=end_step, **run, **room))
+        for by, room in (("host", {**ROOM, "ranks.transport": "host"}), ("nccl", ROOM))
+    )
+    assert_same_ranks(nccl, host)
+    assert any(ways) is not way.startswith("accumulated")
+    assert sum(skipped) == (4 if "spoils" in run else 0)
 
 
 def tiny_adapters() -> Any:
@@ -429,23 +392,17 @@ ADAPTERS = Case(tiny_adapters, plain_batch, [[None, None]] * 4)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", [*CASES, "adapters"])
 def test_adapters_and_ranks_whose_batches_pass_different_layers(
-    name: str, max_norm: float, tmp_path: Path, ways: list[bool], monkeypatch: pytest.MonkeyPatch
+    name: str, max_norm: float, tmp_path: Path, ways: list[bool]
 ) -> None:
     """Some gradients are on one rank only, which may not be their owner."""
-    case = {**CASES, "adapters": ADAPTERS}[name]
-    stock = test_branches.train_stock(case, 2, max_norm)
-    test_branches.check(
-        stock, run_ranks(2, lambda links: test_branches.train_rank(links, tmp_path, case, max_norm, **ROOM))
-    )
+    check_ranks({**CASES, "adapters": ADAPTERS}[name], tmp_path, max_norm, **ROOM)
     assert ways and all(ways)
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulated_gradients_of_ranks_whose_batches_differ(name: str, tmp_path: Path, ways: list[bool]) -> None:
-    case = ACCUMULATED[name]
-    stock = test_branches.train_stock(case, 2, 0.5)
-    test_branches.check(stock, run_ranks(2, lambda links: test_branches.train_rank(links, tmp_path, case, 0.5, **ROOM)))
+    check_ranks(ACCUMULATED[name], tmp_path, 0.5, **ROOM)
     assert ways and not any(ways)
 
 

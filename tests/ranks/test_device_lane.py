@@ -18,7 +18,7 @@ import pytest
 import test_packed_weights
 import torch
 from async_device import AsyncDevice
-from engines import RANK_SETTINGS, resolved
+from engines import resolved
 from gloo_devices import gloo_between_cpus
 from packed_bases import base_of
 from test_training import NUM_STEPS, train_rank, train_stock
@@ -27,12 +27,11 @@ from trained_nodes import Training
 from training_ranks import Trained, assert_same_ranks, assert_same_run, rank_engine, take_steps, weights_of
 
 from hf_lohan.device import CpuDevice, gpu_links
-from hf_lohan.engine import OffloadEngine, open_tiers
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.ranks import open_device_transport
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
-from hf_lohan.planning import lay_out
-from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import LaneClosedError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
@@ -240,20 +239,6 @@ def test_a_reason_of_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(CpuDevice, "why_no_group", why_no_group)
     assert "because GPU 3 cannot reach GPU 1;" in refusal(tmp_path)
-
-
-def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
-    def run(links: Links) -> None:
-        config = resolved(tmp_path, **RANK_SETTINGS, **{"ranks.transport": ("auto", "host")[links.ranks.rank]})
-        model = tiny_model("llama")
-        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-        open_tiers(layout, config, CpuDevice(), links)
-
-    for outcome in rank_outcomes(2, run):
-        assert isinstance(outcome.error, RanksDisagreeError)
-        assert str(outcome.error).startswith(
-            'transport is "auto" on rank 0 and "host" on rank 1; give all ranks the same'
-        )
 
 
 # Training.

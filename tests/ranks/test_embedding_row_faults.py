@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_ranks import (
-    WORDS,
-    Batch,
-    Run,
-    Trained,
-    random_batch,
-    small_model,
-)
+from embedding_ranks import WORDS, Batch, Run, Trained, random_batch, small_model
 from rank_processes import RankProcesses
 from torch import Tensor
 

@@ -11,16 +11,7 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from covering import slow_but
-from embedding_ranks import (
-    WORDS,
-    Batch,
-    Run,
-    assert_same,
-    assert_stock,
-    random_batch,
-    small_model,
-    untied_gpt2,
-)
+from embedding_ranks import WORDS, Batch, Run, assert_same, assert_stock, random_batch, small_model, untied_gpt2
 from equal_tensors import same_bits
 from torch import Tensor
 

@@ -70,6 +70,17 @@ def open_by_ranks(folder: Path, *of_ranks: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("setting", "of_ranks", "expected"),
+    [
+        ("ranks.transport", ["auto", "host"], 'transport is "auto" on rank 0 and "host" on rank 1; give all ranks'),
+        ("ranks.collectives", [{"gradients": "int8"}, {"gradients": "int4"}], "give all ranks the same settings"),
+    ],
+)
+def test_settings_that_differ_are_refused(tmp_path: Path, setting: str, of_ranks: list[Any], expected: str) -> None:
+    assert all(expected in error for error in open_by_ranks(tmp_path, *({setting: own} for own in of_ranks)))
+
+
+@pytest.mark.parametrize(
     ("of_rank_0", "of_rank_1", "expected"),
     [
         ({}, {"frozen": "model.layers.1.mlp"}, r"layers.1.mlp.gate_proj.weight is .trained, .* and .frozen, .*rank 1"),

@@ -34,14 +34,12 @@ from expert_models import expert_model
 from torch import nn
 from trained_nodes import part_numel, quiet_bytes
 
-from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import owned_experts
-from hf_lohan.device import CpuDevice
 from hf_lohan.model import find_experts
 from hf_lohan.model.experts import experts_as_stored
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
-from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
@@ -115,9 +113,7 @@ def test_ranks_that_kept_their_outputs_serve_a_recomputation(
     assert [call.layer for call in served] == [3, 2, 1, 0] * NUM_STEPS and all(call.is_repeat for call in served)
     assert_same_tensors(trained[0].weights, trained[2].weights)
     again = run_ranks(
-        num_ranks,
-        lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True),
-        num_local=num_local,
+        num_ranks, lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True), num_local=num_local
     )
     assert_same_tensors(trained[0].weights, again[0].weights)
 
@@ -295,16 +291,6 @@ def test_settings_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=message):
         lay_out(tiny_model(family), config, working_dtype=None, hold_gradients=True, ranks=Ranks(0, 2, 0, num_local))
     assert not list(tmp_path.iterdir())
-
-
-def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
-    def resolve(links: Links) -> None:
-        way = ("auto", "world")[links.ranks.rank]
-        resolved_here(OffloadConfig.load({"experts.parallel": way}), CpuDevice(), tmp_path, links)
-
-    for outcome in rank_outcomes(2, resolve):
-        assert isinstance(outcome.error, ConfigError)
-        assert "experts.parallel is 'auto' on rank 0 and 'world' on rank 1" in str(outcome.error)
 
 
 def test_a_rank_that_owns_no_expert_takes_their_form_from_the_other_stores(tmp_path: Path) -> None:

@@ -13,14 +13,7 @@ from exchanged_gradients import Backwards, OwnersSums, Place, RankOfExchange, ch
 from gloo_devices import gloo_between_cpus
 from torch import Tensor
 
-from hf_lohan.ranks import (
-    CompleteGradient,
-    GradientExchange,
-    Links,
-    RankFailedError,
-    RanksDisagreeError,
-    SharedRegion,
-)
+from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, RankFailedError, RanksDisagreeError, SharedRegion
 from hf_lohan.ranks.collectives import node_sums
 from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums, PartsOfNode
 from hf_lohan.ranks.transport import watch

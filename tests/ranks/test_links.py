@@ -14,17 +14,6 @@ from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 NUMBERS_OF_RANKS = [1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
-def test_all_gather_returns_payloads_in_rank_order(num_ranks: int) -> None:
-    def gather_twice(links: Links) -> list[list[bytes]]:
-        mine = bytes([links.ranks.rank]) * (1 + 1000 * links.ranks.rank)
-        return [links.all_gather("first", mine), links.all_gather("second", mine + b"!")]
-
-    of_each = [bytes([rank]) * (1 + 1000 * rank) for rank in range(num_ranks)]
-    expected = [of_each, [given + b"!" for given in of_each]]
-    assert run_ranks(num_ranks, gather_twice, delays_seed=num_ranks) == [expected] * num_ranks
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1, 200, 236, 237, 238, 100_000])
 def test_payloads_of_every_size_arrive_beside_a_tag(num_bytes: int) -> None:
     """Short ones go with the tag, and long ones after it."""

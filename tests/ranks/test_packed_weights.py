@@ -143,12 +143,7 @@ def cut_kinds(layout: OffloadLayout) -> set[str]:
     }
 
 
-FORMS = [
-    NF4,
-    {"method": "nf4", "double": False},
-    {"method": "fp4", "double": False, "block": 128},
-    {"method": "int8"},
-]
+FORMS = [NF4, {"method": "nf4", "double": False}, {"method": "fp4", "double": False, "block": 128}, {"method": "int8"}]
 
 
 @pytest.mark.covering(0)

@@ -151,20 +151,6 @@ def test_two_lanes_that_wait_for_each_other_are_an_error_with_both_calls() -> No
         assert "'a save'" in str(outcome.error) and "'the norm of step 0'" in str(outcome.error)
 
 
-def test_a_failing_rank_tells_its_error_to_waiting_ranks() -> None:
-    def fail(links: Links) -> str:
-        links.barrier("the start")
-        if links.ranks.rank == 2:
-            raise OSError("the drive is full")
-        return many_steps(links)
-
-    for seed in range(3):
-        outcomes = rank_outcomes(4, fail, delays_seed=seed)
-        assert isinstance(outcomes[2].error, OSError)
-        for error in errors_of(outcomes, but=2):
-            assert re.match(r"rank 2 \(.*\) failed: OSError: the drive is full while rank \d w", str(error))
-
-
 def test_an_error_in_a_thread_beside_the_computation_fails_all_ranks() -> None:
     def fail(links: Links) -> str:
         links.barrier("the start")

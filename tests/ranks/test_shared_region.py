@@ -91,9 +91,7 @@ def test_a_region_of_zero_bytes_is_refused() -> None:
         SharedRegion.create(links, 0, "weights")
 
 
-def test_without_memory_files_a_small_container_is_told_to_set_shm_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_memory_files_a_small_container_is_told_to_set_shm_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, flags: int) -> int:
         raise OSError(38, "Function not implemented")
 

@@ -88,17 +88,32 @@ def train_rank(
         return found
 
 
+def check_ranks(
+    num_ranks: int,
+    expected: Trained,
+    folder: Path,
+    family: str = "llama",
+    max_norm: float = 0.5,
+    num_local: int | None = None,
+    **options: Any,
+) -> None:
+    """Train ranks, and check that each has the losses, norms and weights of one process."""
+    train = lambda links: train_rank(links, folder, family, max_norm, **options)  # noqa: E731
+    for rank, ours in enumerate(run_ranks(num_ranks, train, num_local=num_local)):
+        assert_same_run(ours, expected, rank, num_ranks)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("family", slow_but(("llama", "gpt2", "mixtral"), FAMILIES))
 def test_two_ranks_train_as_one_process(family: str, max_norm: float, tmp_path: Path) -> None:
-    check_against_stock(2, family, max_norm, tmp_path)
+    check_ranks(2, train_stock(family, 2, max_norm), tmp_path, family, max_norm)
 
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_four_ranks_train_as_one_process(family: str, tmp_path: Path) -> None:
-    check_against_stock(4, family, 0.5, tmp_path)
+    check_ranks(4, train_stock(family, 4, 0.5), tmp_path, family)
 
 
 def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
@@ -113,9 +128,7 @@ def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_local", [2, 1])
 def test_nodes_sum_the_gradients_of_their_ranks_before_they_send_them(num_local: int, tmp_path: Path) -> None:
     expected = train_stock("llama", 2 * num_local, 0.5, ranks_per_sum=num_local)
-    train = lambda links: train_rank(links, tmp_path, "llama", 0.5)  # noqa: E731
-    for rank, ours in enumerate(run_ranks(2 * num_local, train, num_local=num_local)):
-        assert_same_run(ours, expected, rank, 2 * num_local)
+    check_ranks(2 * num_local, expected, tmp_path, num_local=num_local)
 
 
 def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
@@ -132,31 +145,25 @@ def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
 def test_bfloat16_ranks_sum_in_float32_as_one_offloaded_process(family: str, rounds: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": rounds}
     alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
-    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings))):
-        assert_same_run(ours, alone, rank, 2)
+    check_ranks(2, alone, tmp_path, family, **settings)
 
 
 def test_two_ranks_in_chunks_equal_one_process_in_chunks(tmp_path: Path) -> None:
     alone = train_rank(Links.alone(), tmp_path / "alone", "llama", 0.5, num_batches=2, chunk_tokens=6)
     whole = train_rank(Links.alone(), tmp_path / "whole", "llama", 0.5, num_batches=2)
     assert any(not torch.equal(alone.weights[name], weight) for name, weight in whole.weights.items()), "not cut"
-    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, chunk_tokens=6))):
-        assert_same_run(ours, alone, rank, 2)
+    check_ranks(2, alone, tmp_path, chunk_tokens=6)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_guesses_of_the_norm_of_all_ranks_are_right_or_undone(max_norm: float, tmp_path: Path) -> None:
-    stock = train_stock("llama", 2, max_norm)
     applied: list[str | None] = []
 
     def note(engine: OffloadEngine, _step: int) -> None:
         applied.append(engine.last_step.applied)
 
-    trained = run_ranks(
-        2, lambda links: train_rank(links, tmp_path, "llama", max_norm, _clip="speculate", after_step=note)
-    )
-    for rank, ours in enumerate(trained):
-        assert_same_run(ours, stock, rank, 2)
+    stock = train_stock("llama", 2, max_norm)
+    check_ranks(2, stock, tmp_path, max_norm=max_norm, _clip="speculate", after_step=note)
     assert ("accepted" if max_norm == 100.0 else "redone") in applied
 
 
@@ -215,15 +222,11 @@ def test_a_step_trains_the_weights_that_have_a_gradient_on_any_rank(trains: Sequ
 
 
 def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
-    stock = train_stock("llama", 2, 0.5)
-
     def evaluate(engine: OffloadEngine, step: int) -> None:
         with torch.no_grad():
             engine.model(**tiny_batch(seed=7 + step))
 
-    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate))
-    for rank, ours in enumerate(trained):
-        assert_same_run(ours, stock, rank, 2)
+    check_ranks(2, train_stock("llama", 2, 0.5), tmp_path, after_step=evaluate)
 
 
 @pytest.mark.covering(0)
@@ -234,14 +237,8 @@ def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: P
             part.requires_grad_(step == 2)
 
     stock = train_stock("llama", 2, max_norm, after_step=freeze)
-    trained = run_ranks(
-        2,
-        lambda links: train_rank(
-            links, tmp_path, "llama", max_norm, after_step=lambda engine, step: freeze(engine.model, step)
-        ),
-    )
-    for rank, ours in enumerate(trained):
-        assert_same_run(ours, stock, rank, 2)
+    freeze_ours = lambda engine, step: freeze(engine.model, step)  # noqa: E731
+    check_ranks(2, stock, tmp_path, max_norm=max_norm, after_step=freeze_ours)
 
 
 @pytest.mark.covering(0)
@@ -300,10 +297,3 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, max_norm: float, tmp_p
 
     for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
         assert_same_run(ours, stock, rank, 2)
-
-
-def check_against_stock(num_ranks: int, family: str, max_norm: float, folder: Path) -> None:
-    stock = train_stock(family, num_ranks, max_norm)
-    trained = run_ranks(num_ranks, lambda links: train_rank(links, folder, family, max_norm))
-    for rank, ours in enumerate(trained):
-        assert_same_run(ours, stock, rank, num_ranks)

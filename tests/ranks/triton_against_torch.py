@@ -58,10 +58,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     cases = list(
         itertools.product(
-            (8, 4),
-            (32, 64, 256),
-            (torch.float32, torch.bfloat16),
-            (torch.float32, torch.bfloat16, torch.float16),
+            (8, 4), (32, 64, 256), (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)
         )
     )
     for case in cases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from short_runs import short_arguments
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_model, tiny_rows
@@ -15,6 +15,5 @@ def small_trainer(
     folder: Path, offload: dict[str, Any] | None, *, family: str = "llama", num_rows: int = 16, **arguments: Any
 ) -> hf_lohan.Trainer:
     rows = tiny_rows(num_rows)
-    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    args = TrainingArguments(str(folder), **{"per_device_train_batch_size": 2, **quiet, **arguments})
+    args = short_arguments(folder, **{"logging_steps": 500, **arguments})
     return hf_lohan.Trainer(tiny_model(family), args, train_dataset=rows, offload=offload)

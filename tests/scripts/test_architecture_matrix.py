@@ -79,11 +79,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Idefics3": (
         "idefics3.Idefics3",
-        {
-            "size": {"longest_edge": 32},
-            "max_image_size": {"longest_edge": 32},
-            "do_image_splitting": False,
-        },
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": False},
     ),
 }
 """Image processors that need only PIL, with sizes for the tiny models."""

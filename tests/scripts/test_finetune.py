@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from finetune_arguments import checkpoint_to_resume, choose_block_size
 from finetune_llama import LLAMA
 from finetune_opt import OPT
 from finetuning import main
+from python_runs import run_python
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_lohan
@@ -73,11 +72,7 @@ def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file:
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
 def test_a_name_in_the_hubs_cache(
-    offload: tuple[str, ...],
-    checkpoint: Checkpoints,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    offload: tuple[str, ...], checkpoint: Checkpoints, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = tmp_path / "cache" / "models--owner--tiny"
     shutil.copytree(checkpoint("llama"), cached / "snapshots" / ("0" * 40))
@@ -131,10 +126,7 @@ def test_accelerate_launches_the_script(checkpoint: Checkpoints, text_file: Path
     script = [str(ROOT / "scripts" / "finetune_llama.py"), *flags(checkpoint("llama"), text_file, tmp_path / "out")]
     config = str(ROOT / "configs" / "accelerate_single.yaml")
     offload = ["--offload", str(ROOT / "configs" / "lohan.yaml")]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *script, *offload]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "accelerate.commands.launch", "--config_file", config, *script, *offload, cwd=tmp_path)
     summary = json.loads((tmp_path / "out" / "lohan" / "summary.json").read_text())
     assert summary["config"]["cpu_threads"] == len(os.sched_getaffinity(0))
     assert tensors_in(tmp_path / "out")

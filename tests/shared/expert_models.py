@@ -17,20 +17,12 @@ from hf_lohan.planning import lay_out
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "development"))
 
 FAMILIES = {
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "phimoe": "PhimoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "jamba": "JambaForCausalLM",
+    "mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM", "phimoe": "PhimoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM", "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "jamba": "JambaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
-}
+}  # fmt: skip
 NUM_EXPERTS = 4
 ALL_SLOTS = "8MiB"
 """Device memory that holds all experts of any of these models."""

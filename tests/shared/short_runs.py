@@ -22,6 +22,10 @@ SHORT_RUN: dict[str, Any] = {
 }
 
 
+def short_arguments(folder: Path, **settings: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder), **{**SHORT_RUN, "use_cpu": True, **settings})
+
+
 class StopsAfter(TrainerCallback):
     def __init__(self, step: int) -> None:
         self._step = step
@@ -44,7 +48,7 @@ def train_until(
     saving = {"save_strategy": "steps", "save_steps": save_steps} if save_steps else {}
     trainer = hf_lohan.Trainer(
         model or tiny_model("llama"),
-        TrainingArguments(**{**SHORT_RUN, "output_dir": str(folder), "use_cpu": True, "max_steps": 4, **saving}),
+        short_arguments(folder, max_steps=4, **saving),
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1, **settings},
         callbacks=[StopsAfter(last_step)],

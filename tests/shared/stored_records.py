@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from data_files import EngineFactory
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec
-
-EngineFactory = Callable[..., IoEngine]
 
 
 @pytest.fixture

@@ -36,11 +36,7 @@ def values(record: RecordSpec, numel: int | None = None, *, fill: float | None =
 
 @contextmanager
 def open_store(
-    folder: Path,
-    *,
-    num_homes: int = 2,
-    resident: tuple[RecordSpec, ...] = RECORDS,
-    backend: FileBackend | None = None,
+    folder: Path, *, num_homes: int = 2, resident: tuple[RecordSpec, ...] = RECORDS, backend: FileBackend | None = None
 ) -> Iterator[tuple[Store, IoEngine]]:
     """Create or open the store in `folder`."""
     engine = IoEngine(2, 1 << 20, 1 << 24, backend)

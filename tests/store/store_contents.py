@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from hf_lohan.device import mapped_empty
-from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.files import StorePath
 from hf_lohan.store import RecordSpec, Store
 
-EngineFactory = Callable[..., IoEngine]
 Values = Callable[[RecordSpec, int], torch.Tensor]
 Records = tuple[RecordSpec, ...]
 Paths = list[StorePath]

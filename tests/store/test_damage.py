@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -16,8 +14,6 @@ from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, comm
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
 pytestmark = pytest.mark.storm
-
-EngineFactory = Callable[..., IoEngine]
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
 RECORDS = (
@@ -166,28 +162,6 @@ def test_links_in_a_store_are_not_followed(
     with pytest.raises(StorageError, match=rf"{name} \(Too many levels of symbolic links\)"):
         Store.open(paths, model=MODEL, engine=engine)
     assert outside.read_bytes() == before
-
-
-def test_all_files_are_private(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
-    old_mask = os.umask(0)
-    try:
-        with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
-            store.commit({}, {}, b"line\n")
-            store.scratch((RecordSpec("a", "gradient", "float32", 2048),))
-            files = [file for path in paths for file in Path(path.path).iterdir()]
-            assert {file.name for file in files} == {
-                "records-0.bin",
-                "records-1.bin",
-                "gradients.bin",
-                "manifest.json",
-                "commit.safetensors",
-                "log.jsonl",
-                "lock",
-            }
-            assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
-            assert {stat.S_IMODE(os.stat(path.path).st_mode) for path in paths} == {0o700}
-    finally:
-        os.umask(old_mask)
 
 
 @pytest.mark.parametrize("name", ["commit.safetensors", "log.jsonl", "records-0.bin", "records-1.bin", "gradients.bin"])

@@ -77,10 +77,7 @@ def test_ranges_of_a_record_have_the_right_extents(layout: StoreLayout, data: st
 def test_extents_are_merged(layout: StoreLayout) -> None:
     for record in layout.records:
         for left, right in pairwise(extents(layout, record.block, record.kind, 0, record.numel)):
-            assert (left.path_index, left.file_offset + left.num_bytes) != (
-                right.path_index,
-                right.file_offset,
-            )
+            assert (left.path_index, left.file_offset + left.num_bytes) != (right.path_index, right.file_offset)
 
 
 def test_one_path_is_contiguous() -> None:

@@ -72,12 +72,7 @@ def test_another_format_is_refused(
     "text", ["", "[]", "{}", "null", '{"format_version": 3}', "\x00\xff", '{"format_version": "x"}']
 )
 def test_a_damaged_manifest_is_refused(
-    manifests: list[Path],
-    paths: list[StorePath],
-    records: Records,
-    model: ModelIdentity,
-    engine: IoEngine,
-    text: str,
+    manifests: list[Path], paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine, text: str
 ) -> None:
     manifests[0].write_bytes(text.encode("latin-1"))
     with pytest.raises(ForeignStoreError, match=r"manifest\.json is damaged or not a store's manifest"):
@@ -190,11 +185,7 @@ def test_paths_in_a_manifest_are_never_followed(
 
 
 def test_a_failed_rewrite_leaves_no_partial_file(
-    paths: list[StorePath],
-    records: Records,
-    model: ModelIdentity,
-    engine: IoEngine,
-    monkeypatch: pytest.MonkeyPatch,
+    paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")

@@ -151,10 +151,7 @@ def test_a_full_disk_does_not_stop_a_preallocated_store(
 ) -> None:
     half = RecordSpec("layers.0", "param", "float32", 1 << 17)
     with Store.create([StorePath(str(small_disk / "store"))], [half], model=model, engine=engine) as store:
-        with (
-            (small_disk / "ballast").open("wb", buffering=0) as ballast,
-            pytest.raises(OSError, match="No space"),
-        ):
+        with (small_disk / "ballast").open("wb", buffering=0) as ballast, pytest.raises(OSError, match="No space"):
             while True:
                 ballast.write(bytes(4096))
         values = mapped_empty(1 << 19).random_(0, 256).view(torch.float32)

@@ -7,20 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_files import EngineFactory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, StorePath
 from hf_lohan.store import RecordFiles, RecordSpec, StoreLayout
-from hf_lohan.testing.storage_doubles import (
-    FaultyBackend,
-    FlippingBackend,
-    GatedBackend,
-    ShortBackend,
-)
+from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, ShortBackend
 
-EngineFactory = Callable[..., IoEngine]
 Values = Callable[[RecordSpec, int], torch.Tensor]
 Records = tuple[RecordSpec, ...]
 

@@ -23,33 +23,6 @@ def opened(tmp_path: Path) -> Iterator[tuple[Store, IoEngine]]:
         yield both
 
 
-def test_written_records_are_not_read_from_the_ssd(opened: tuple[Store, IoEngine]) -> None:
-    store, engine = opened
-    store.write(*ALL, values(WEIGHT, fill=3)).wait()
-    for _ in range(2):
-        assert is_all(store, 3)
-    assert engine.read_bytes == 0
-    assert sum(copy.num_bytes_read for copy in store.ram.copies.values()) == 2 * WEIGHT.num_bytes
-    assert engine.write_bytes == WEIGHT.num_bytes
-
-
-def test_records_are_read_from_the_ssd_once(tmp_path: Path) -> None:
-    with open_store(tmp_path) as (store, _):
-        store.write(*ALL, values(WEIGHT, fill=3)).wait()
-        store.commit()
-    with open_store(tmp_path) as (store, engine):
-        for _ in range(3):
-            assert is_all(store, 3)
-        assert engine.read_bytes == WEIGHT.num_bytes
-
-
-def test_records_without_a_copy_are_read_from_the_ssd(tmp_path: Path) -> None:
-    with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
-        store.write(*ALL, values(WEIGHT, fill=3)).wait()
-        assert is_all(store, 3) and is_all(store, 3)
-        assert engine.read_bytes == 2 * WEIGHT.num_bytes
-
-
 def test_memory_is_allocated_once_with_the_size_of_the_records(tmp_path: Path) -> None:
     taken: list[int] = []
 

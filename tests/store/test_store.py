@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from store_contents import EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
+from data_files import EngineFactory
+from store_contents import Paths, Records, Values, data_file_bytes, names, read_all
 
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, Store
@@ -55,11 +56,7 @@ def test_a_store_of_the_same_model_is_replaced_by_zeros(
 
 
 def test_creating_a_store_reserves_and_syncs_all_files(
-    paths: Paths,
-    records: Records,
-    model: ModelIdentity,
-    make_engine: EngineFactory,
-    caplog: pytest.LogCaptureFixture,
+    paths: Paths, records: Records, model: ModelIdentity, make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     backend = CountingBackend()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from store_contents import EngineFactory, Paths, Records, Values, names, read_all
+from data_files import EngineFactory
+from store_contents import Paths, Records, Values, names, read_all
 
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
@@ -85,12 +86,7 @@ def test_paths_on_one_disk_share_its_free_space(
 
 @pytest.mark.parametrize("call, number", [("allocate", 1), ("allocate", 2), ("sync", 2), ("open", 2)])
 def test_a_creation_that_fails_leaves_no_records_and_no_lock(
-    paths: Paths,
-    records: Records,
-    model: ModelIdentity,
-    make_engine: EngineFactory,
-    call: str,
-    number: int,
+    paths: Paths, records: Records, model: ModelIdentity, make_engine: EngineFactory, call: str, number: int
 ) -> None:
     backend = FaultyBackend(call, number, errno.ENOSPC)
     with pytest.raises((CapacityError, StorageError)) as caught:
@@ -126,11 +122,7 @@ def test_unusable_paths_are_named(tmp_path: Path, records: Records, model: Model
 
 
 def test_a_directory_without_write_permission_is_named(
-    tmp_path: Path,
-    records: Records,
-    model: ModelIdentity,
-    engine: IoEngine,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(StorageError, match=r"/store \(Permission denied\): choose"):

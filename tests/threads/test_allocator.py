@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from python_runs import run_python
 
 from hf_lohan.threads import keep_freed_memory
 
@@ -45,8 +45,7 @@ def test_memory_that_a_step_frees_is_reused_without_page_faults(monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
 
     def faults(how: str) -> int:
-        command = [sys.executable, "-c", FAULTS_OF_A_STEP, how]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return int(run_python("-c", FAULTS_OF_A_STEP, how).stdout)
 
     # 1,000 to 5,000 against 17,000 to 82,000, depending on the heap's address.
     assert faults("kept") < faults("stock") / 2
@@ -62,6 +61,5 @@ def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_freed_memory_between_other_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-    command = [sys.executable, "-c", MEMORY_BETWEEN]
-    held, left = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    held, left = map(int, run_python("-c", MEMORY_BETWEEN).stdout.split())
     assert held > 100 << 20 and left < 20 << 20, (held, left)

@@ -41,26 +41,15 @@ def segments(
     return merge_segments(gradient, lambda part: (groups or {}).get(slices.index(part), GROUP), step_counts)
 
 
-def test_neighbours_with_equal_settings_are_one_segment() -> None:
+def test_a_segment_ends_where_settings_change_and_after_a_partial_vector() -> None:
+    """It ends at a parameter without a gradient, too."""
     _, chunk = block_of(64, 96, 32)
     assert segments(chunk, {0, 1, 2}) == [Segment(0, chunk.pieces[-1].stop_in_chunk, GROUP, 1)]
-
-
-def test_a_segment_ends_after_a_parameter_with_a_partial_vector() -> None:
-    _, chunk = block_of(64, 100, 32)
+    _, chunk = block_of(64, 100, 32)  # the second ends within a vector
     ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
     assert segments(chunk, {0, 1, 2}) == [Segment(0, ends[1][1], GROUP, 1), Segment(*ends[2], GROUP, 1)]
-
-
-def test_a_parameter_without_a_gradient_separates_segments() -> None:
-    _, chunk = block_of(64, 100, 32)
-    ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
     assert segments(chunk, {0, 2}) == [Segment(*ends[0], GROUP, 1), Segment(*ends[2], GROUP, 1)]
     assert segments(chunk, set()) == []
-
-
-def test_other_hyperparameters_or_another_step_count_begin_a_segment() -> None:
-    _, chunk = block_of(64, 100, 32)
     found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP}, {2: 5})
     assert [(segment.group, segment.step) for segment in found] == [(GROUP, 1), (OTHER_GROUP, 1), (GROUP, 6)]
 

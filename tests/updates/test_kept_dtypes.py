@@ -14,14 +14,13 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
+from engines import EngineFactory
 from torch import Tensor
 
-from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 
-EngineFactory = Callable[..., OffloadEngine]
 NUM_STEPS = 4
 TIGHT, ROOMY = "2MiB", "16MiB"
 WAYS: dict[str, dict[str, Any]] = {

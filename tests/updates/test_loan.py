@@ -84,9 +84,7 @@ def test_borrowed_weights_are_not_read_from_the_store(
     twins.assert_equal()
 
 
-def test_a_borrowed_slot_is_not_overwritten_and_one_is_lent_at_a_time(
-    build_engine: EngineFactory,
-) -> None:
+def test_a_borrowed_slot_is_not_overwritten_and_one_is_lent_at_a_time(build_engine: EngineFactory) -> None:
     engine = build_engine(tiny_model("llama", num_layers=5).train(), prefetch_blocks=2)
     ring, prefetcher = engine._ring, engine._prefetcher
     layers = [block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]

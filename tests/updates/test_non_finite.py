@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from clip_norms import CLIPS, LETS_THROUGH
+from engines import TwinsFactory
 
 from hf_lohan.device import Buffer
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.updates import NonFiniteGradientError
 
-TwinsFactory = Callable[..., Any]
 NAN, INF = float("nan"), float("inf")
 EARLY, LATE = "model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"
 WAYS = {

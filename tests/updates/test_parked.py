@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
+from engines import TwinsFactory
 from pipeline_bench import Bench
 
 from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 from hf_lohan.updates.worker import UpdateQueue
 
-TwinsFactory = Callable[..., Any]
 WAYS: dict[str, tuple[dict[str, Any], list[float]]] = {
     "unclipped": ({"hold_gradients": False, "sums_gradients": False}, [0.0] * 4),
     "guessed": ({"_clip": "speculate"}, [LETS_THROUGH] * 4),

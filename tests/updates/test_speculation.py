@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, MAX_NORMS, NORMS, assert_speculated, counts, train
+from engines import EngineFactory, TwinsFactory
 
-from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates import ClipHistory
-
-TwinsFactory = Callable[..., Any]
-EngineFactory = Callable[..., OffloadEngine]
 
 
 @pytest.mark.covering(1)
@@ -30,15 +25,6 @@ def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_t
     train(twins, max_norms)
     twins.assert_equal()
     assert_speculated(twins, max_norms)
-
-
-@MAX_NORMS
-def test_deferring_clips_as_torch_without_guesses(max_norms: list[float], make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", _clip="defer")
-    train(twins, max_norms)
-    twins.assert_equal()
-    assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
-    assert twins.engine.clip_history.clip_rate == max_norms.count(CLIPS) / len(max_norms)
 
 
 @pytest.mark.covering(1)

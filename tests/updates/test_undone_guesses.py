@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, NORMS, assert_speculated, counts, train
-from engines import PlannedError
+from engines import PlannedError, TwinsFactory
 
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.storage_doubles import SlowBackend
-
-TwinsFactory = Callable[..., Any]
-
 
 # Between backward and step, readers see the weights of the last step.
 

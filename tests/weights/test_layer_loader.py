@@ -10,7 +10,6 @@ from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import FileBackend
 from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
 from hf_lohan.updates.handover import Handover
-from hf_lohan.weights import Slot
 
 
 @pytest.mark.parametrize("backend", [None, SlowBackend(1e-3)], ids=["fast", "slow"])
@@ -130,17 +129,6 @@ def test_a_canceled_pass_does_not_change_the_order(make_stream: StreamFactory) -
     stream.prefetcher.foresee_pass(is_training=False)
     stream.until_idle()
     assert stream.loads == "b0 b1"
-
-
-def test_a_pinned_slot_is_never_overwritten(make_stream: StreamFactory) -> None:
-    """One of two slots is pinned during the whole pass. All other blocks use the second slot."""
-    stream = make_stream(num_slots=2, backend=SlowBackend(2e-4))
-    stream.prefetcher.begin_pass(is_training=True)
-    pinned: Slot = stream.prefetcher.acquire(stream.blocks[0])
-    for block in [*stream.blocks[1:], *reversed(stream.blocks[1:])]:
-        stream.use(block)
-        assert bool((pinned.weights == 0.0).all())
-    stream.ring.unpin(stream.blocks[0])
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

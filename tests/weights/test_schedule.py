@@ -31,24 +31,6 @@ def test_a_training_pass_loads_each_class_as_early_as_its_slots_allow() -> None:
     assert all_loads(schedule) == "embedding b0 b1 head b2 b3 b4 b5 embedding b3 b2 b1 b0"
 
 
-def test_blocks_that_stay_in_slots_are_not_loaded_again() -> None:
-    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 6, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.foresee_pass(is_training=True)
-    assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
-
-
-def test_another_order_changes_only_the_next_pass_of_its_kind() -> None:
-    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin_pass(is_training=False)
-    for number in (4, 0, 2):
-        schedule.use(LAYERS[number])
-    schedule.end_pass()
-    schedule.foresee_pass(is_training=False)
-    assert all_loads(schedule) == "b4 b0 b2"
-    schedule.foresee_pass(is_training=True)
-    assert all_loads(schedule).startswith("b0 b1 b2")
-
-
 def test_a_training_pass_continues_after_an_evaluation_before_its_backward() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=True)

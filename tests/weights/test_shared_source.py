@@ -34,7 +34,6 @@ from hf_lohan.weights import RankLoader, RecordReader, SharedWeights, SlotRing
 from hf_lohan.weights.node_shards import NodeShards, SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
-NEVER = 1 << 60
 
 
 def make_blocks(num_ranks: int) -> list[Block]:
@@ -195,14 +194,7 @@ class World:
             ring = SlotRing(device, self.plan(blocks))
             reader = self.readers.get(rank, lambda store: store)(store.store)
             source = SharedWeights(
-                device,
-                reader,
-                store.handover.deliver,
-                ring,
-                links,
-                memory,
-                blocks,
-                read_bytes=3 * 4 * GRANULE_NUMEL,
+                device, reader, store.handover.deliver, ring, links, memory, blocks, read_bytes=3 * 4 * GRANULE_NUMEL
             )
             prefetcher = RankLoader(ring, source, blocks)
             stack.callback(prefetcher.close)
@@ -221,10 +213,7 @@ class World:
 
     def run(self, ops: Sequence[Op], seed: int | None = None) -> None:
         run_ranks(
-            self.num_ranks,
-            lambda links: self.rank(links, ops, seed or 0),
-            num_local=self.num_local,
-            delays_seed=seed,
+            self.num_ranks, lambda links: self.rank(links, ops, seed or 0), num_local=self.num_local, delays_seed=seed
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from async_device import AsyncDevice
-from block_streams import BLOCK_NUMEL, NEVER, NUM_BLOCKS, StreamFactory, write
+from block_streams import BLOCK_NUMEL, NEVER, NUM_BLOCKS, StreamFactory
 from torch import Tensor, nn
 
 from hf_lohan.costs import SizeClass
@@ -22,16 +22,6 @@ from hf_lohan.model import lay_out_block
 from hf_lohan.testing.storage_doubles import FaultyBackend
 from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, Slot
-
-
-def test_a_forgotten_block_is_read_again(make_stream: StreamFactory) -> None:
-    stream = make_stream(num_slots=2)
-    stream.use(stream.blocks[0])
-    with_new_weights = torch.full((BLOCK_NUMEL,), 7.0)
-    write(stream.reader.store, stream.blocks[0], with_new_weights)
-    stream.ring.forget([stream.blocks[0]])
-    assert bool((stream.prefetcher.acquire(stream.blocks[0]).weights == 7.0).all())
-    stream.ring.unpin(stream.blocks[0])
 
 
 def test_no_record_is_read_before_its_update(make_stream: StreamFactory) -> None:
@@ -71,19 +61,6 @@ def test_two_staging_buffers_serve_late_copies_of_larger_blocks(make_stream: Str
     assert device.num_races == 0
 
 
-def test_a_failed_read_is_raised_where_the_block_is_needed(make_stream: StreamFactory) -> None:
-    backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
-    stream = make_stream(num_slots=2, backend=backend)
-    stream.prefetcher.begin_pass(is_training=True)
-    stream.use(stream.blocks[0])
-    stream.until_idle()
-    backend.fail_on = 1
-    with pytest.raises(StorageError) as failed:
-        for block in stream.blocks[1:]:
-            stream.use(block)
-    assert failed.value.errno == errno.EIO
-
-
 def test_a_pass_works_after_the_fault_has_ended(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
@@ -111,9 +88,7 @@ def test_a_fault_of_a_foreseen_load_is_raised_by_the_next_acquire(make_stream: S
         stream.use(stream.blocks[0])
 
 
-def test_a_fault_of_a_foreseen_load_is_forgotten_if_it_ends_before_the_pass(
-    make_stream: StreamFactory,
-) -> None:
+def test_a_fault_of_a_foreseen_load_is_forgotten_if_it_ends_before_the_pass(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
     stream.prefetcher.foresee_pass(is_training=True)

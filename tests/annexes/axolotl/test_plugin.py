@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from equal_tensors import assert_same_tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from short_runs import SHORT_RUN
@@ -81,8 +82,7 @@ def test_a_run_learns_as_without_the_section(plugins: Any, tmp_path: Path) -> No
     losses, weights = train(ours, tmp_path / "ours")
     assert (tmp_path / "ours" / "_lohan" / "store").is_dir()
     assert losses == stock_losses and len(losses) == 3
-    assert weights.keys() == stock.keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in stock.items())
+    assert_same_tensors(weights, stock)
 
 
 def test_the_section_is_in_the_configuration(plugins: Any) -> None:
@@ -177,25 +177,13 @@ def run(plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     rows = [{"text": "the drive holds a weight of each layer " * (1 + row % 3)} for row in range(24)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shared = {
-        "base_model": "tiny",
-        "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "completion"}],
-        "dataset_prepared_path": "prepared",
-        "sequence_len": 64,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "optimizer": "adamw_torch_fused",
-        "lr_scheduler": "cosine",
-        "seed": 7,
-        "bf16": False,
-        "fp16": False,
-        "tf32": False,
-        "val_set_size": 0,
-        "save_strategy": "no",
-        "special_tokens": {"pad_token": tokenizer.pad_token or tokenizer.eos_token},
+        "base_model": "tiny", "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": "prepared", "sequence_len": 64, "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3, "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine", "seed": 7, "bf16": False, "fp16": False, "tf32": False, "val_set_size": 0,
+        "save_strategy": "no", "special_tokens": {"pad_token": tokenizer.pad_token or tokenizer.eos_token},
         "logging_steps": 1,
-    }
+    }  # fmt: skip
     trainers = []
     plugin = plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"]
     monkeypatch.setattr(plugin, "post_trainer_create", lambda cfg, trainer: trainers.append(trainer))
@@ -228,8 +216,7 @@ def test_a_streamed_run_gives_the_bits_of_axolotls_loader(run: Run, settings: di
     stock, _ = run("stock", **settings, **(WITHOUT_KERNELS if "adapter" in settings else {}))
     ours, trainer = run("ours", **settings, lohan=BUDGETS)
     assert isinstance(trainer, OffloadTrainerMixin) and trainer.offload_engine is not None
-    assert ours.keys() == stock.keys()
-    assert all(torch.equal(ours[name], weight) for name, weight in stock.items())
+    assert_same_tensors(ours, stock)
 
 
 def test_plugins_prepare_a_streamed_model_once(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,5 +309,4 @@ def test_qlora_packs_the_base_as_hf_lohan_does(run: Run, tmp_path: Path) -> None
     alone.train()
     alone.save_model("alone")
     saved = load_file("alone/adapter_model.safetensors")
-    assert saved.keys() == adapters.keys()
-    assert all(torch.equal(saved[name], weight) for name, weight in adapters.items())
+    assert_same_tensors(saved, adapters)

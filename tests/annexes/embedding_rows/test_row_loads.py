@@ -20,8 +20,6 @@ from hf_lohan.files import CorruptionError
 from hf_lohan.model import table_of_rows
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-WORDS = "model.embed_tokens.weight"
-
 
 def loads_rows(engine: OffloadEngine) -> bool:
     return engine.layout.model_blocks.table is not None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import xxhash
+from python_runs import run_python
 from torch import Tensor
 
 from hf_lohan.annexes.gpu_direct import xxh3
@@ -65,10 +64,9 @@ def test_the_kernel_has_the_bits_of_torch(num_blocks: int) -> None:
     assert torch.equal(xxh3._accumulate_in_triton(pieces, table), xxh3._accumulate(pieces, table))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_the_kernel_in_the_interpreter() -> None:
     # Triton decides when it is imported, so this is another process.
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_the_kernel_has"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and "3 passed" in run.stdout, run.stdout + run.stderr
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_the_kernel_has"]
+    assert "3 passed" in run_python(*command, TRITON_INTERPRET="1").stdout

@@ -82,10 +82,6 @@ def test_loads_wait_for_the_slot_whose_block_is_needed_last() -> None:
     assert loads == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4), (6, 8), (7, 9)]
 
 
-def bulk_lanes(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> dict[str, float]:
-    return plan_offload(model, hardware, setup).prediction.floor_by_resource_s
-
-
 @settings(max_examples=150, deadline=None)
 @given(mixed_models, machines, setups)
 def test_the_simulation_does_the_work_that_the_sum_of_lanes_counts(

@@ -115,10 +115,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "biases trained": lambda: frozen_but(Layered(Nested), "bias"),
     "expert frozen": lambda: frozen_but(Layered(Mixture), "shared", "down", "embed"),
 }
-DEVICES: dict[str, Callable[[], Device]] = {
-    "in time": CpuDevice,
-    "delayed": lambda: AsyncDevice(5, max_delay_s=5e-4),
-}
+DEVICES: dict[str, Callable[[], Device]] = {"in time": CpuDevice, "delayed": lambda: AsyncDevice(5, max_delay_s=5e-4)}
 
 
 @pytest.mark.parametrize("device", DEVICES)

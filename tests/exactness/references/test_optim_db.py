@@ -22,31 +22,12 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 3
-NUM_EQUAL = {
-    "Adam": 3,
-    "AdamW": 3,
-    "RAdam": 5,
-    "SGD": 8,
-    "Adagrad": 6,
-    "RMSprop": 5,
-    "Adafactor": 4,
-    "Muon": 7,
-}
+NUM_EQUAL = {"Adam": 3, "AdamW": 3, "RAdam": 5, "SGD": 8, "Adagrad": 6, "RMSprop": 5, "Adafactor": 4, "Muon": 7}
 """Of torch 2.13. Later versions may have more."""
 NUM_REFUSED = {
-    "Adam": 2,
-    "AdamW": 2,
-    "RAdam": 1,
-    "SGD": 1,
-    "Adagrad": 1,
-    "RMSprop": 3,
-    "Adafactor": 1,
-    "Adadelta": 6,
-    "Adamax": 5,
-    "ASGD": 7,
-    "NAdam": 7,
-    "Rprop": 5,
-}
+    "Adam": 2, "AdamW": 2, "RAdam": 1, "SGD": 1, "Adagrad": 1, "RMSprop": 3, "Adafactor": 1, "Adadelta": 6,
+    "Adamax": 5, "ASGD": 7, "NAdam": 7, "Rprop": 5,
+}  # fmt: skip
 """Optimizers without a rule, and the arguments `maximize` and `amsgrad`."""
 STOCK_FAILS = {"LBFGS": 5, "SparseAdam": 4}
 """In torch itself, one needs a closure and the other sparse gradients."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 from architectures import model_of
 from covering import slow_but
+from python_runs import TWO_RANKS, run_python
 from torch import Tensor
 from training_ranks import rank_engine
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -402,11 +402,9 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint_of: Callable[[s
     names = sorted({case.split(",")[1] for case in cases})
     for name in names:
         checkpoint_of(name)
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    program = str(Path(__file__).with_name("generate_on_ranks.py"))
-    paths = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, *ranks, program, str(tmp_path), *cases], env=environment, check=True, timeout=280)
+    program, paths = Path(__file__).with_name("generate_on_ranks.py"), os.pathsep.join(filter(None, sys.path))
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    run_python(*TWO_RANKS, program, tmp_path, *cases, **environment)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

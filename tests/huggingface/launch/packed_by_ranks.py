@@ -48,19 +48,10 @@ def bases(folder: Path) -> None:
 def train(folder: Path, what: str, kind: str) -> None:
     run = folder / ("broken" if what in ("killed", "rest", "other") else what) / f"run of {kind}"
     args = TrainingArguments(
-        str(run),
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=NUM_RANKS if what == "alone" else 1,
-        learning_rate=1e-2,
-        max_grad_norm=0.05,
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-    )
+        str(run), max_steps=NUM_STEPS, per_device_train_batch_size=1,
+        gradient_accumulation_steps=NUM_RANKS if what == "alone" else 1, learning_rate=1e-2, max_grad_norm=0.05,
+        logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
+    )  # fmt: skip
     offload: dict[str, Any] = {**OFFLOAD, "quantize": "nf4" if kind == NF4 else "auto", "_resident_records": "none"}
     torch.manual_seed(1)
     model = hf_lohan.from_pretrained(

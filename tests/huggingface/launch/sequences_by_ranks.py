@@ -61,15 +61,9 @@ def model_of(case: str) -> Any:
     if case == "windowed":
         torch.manual_seed(0)
         config = transformers.MistralConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=100,
-            use_cache=False,
-        )
+            vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, sliding_window=100, use_cache=False,
+        )  # fmt: skip
         return transformers.MistralForCausalLM(config)
     heads = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7} if case == "seven_heads" else {}
     attention = {"attn_implementation": "eager"} if case == "eager" else {}
@@ -80,23 +74,14 @@ def arguments(case: str, folder: Path) -> TrainingArguments:
     run = {"checkpoint": "clipped", "after_kill": "killed"}.get(case, case)
     clips = run in ("clipped", "killed")
     return TrainingArguments(
-        str(folder / f"run-{run}-{NUM_RANKS}"),
-        max_steps=NUM_STEPS,
+        str(folder / f"run-{run}-{NUM_RANKS}"), max_steps=NUM_STEPS,
         per_device_train_batch_size=2 if case in ("padded", "packed") else 1,
-        gradient_accumulation_steps=2 if case == "accumulated" else 1,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        max_grad_norm=0.5 if clips else 0.0 if case == "plain" else 1.0,
-        logging_steps=1,
-        save_steps=4,
-        eval_strategy="steps" if case == "padded" else "no",
-        eval_steps=3,
-        save_strategy="steps" if NUM_RANKS > 1 and clips else "no",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
+        gradient_accumulation_steps=2 if case == "accumulated" else 1, learning_rate=1e-3, weight_decay=0.1,
+        max_grad_norm=0.5 if clips else 0.0 if case == "plain" else 1.0, logging_steps=1, save_steps=4,
+        eval_strategy="steps" if case == "padded" else "no", eval_steps=3,
+        save_strategy="steps" if NUM_RANKS > 1 and clips else "no", use_cpu=True, report_to=[], disable_tqdm=True,
         seed=3,
-    )
+    )  # fmt: skip
 
 
 class Killed(TrainerCallback):

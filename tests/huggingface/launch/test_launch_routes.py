@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from python_runs import run_python
 
 from hf_lohan.threads import usable_cpus
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import json, os, sys
 import torch
@@ -69,16 +67,10 @@ def test_an_unmodified_script_is_offloaded_and_trains_the_same(route: str, tmp_p
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "single.yaml").write_text(ACCELERATE_CONFIG)
     (tmp_path / "offload.yaml").write_text("cpu_memory: 64MiB\ngpu_memory: 16MiB\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("OMP_NUM_THREADS", None)
-    subprocess.run(
-        [sys.executable, *ROUTES[route], str(tmp_path / "ours"), str(tmp_path / "ours.json")],
-        cwd=tmp_path,
-        env=environment | ({"OMP_NUM_THREADS": "1"} if route == "python" else {}),
-        check=True,
-        timeout=200,
-    )
+    one_thread = {"OMP_NUM_THREADS": "1"} if route == "python" else {}
     with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("OMP_NUM_THREADS", raising=False)
+        run_python(*ROUTES[route], tmp_path / "ours", tmp_path / "ours.json", cwd=tmp_path, **one_thread)
         patched.setattr(sys, "argv", ["script.py", str(tmp_path / "stock"), str(tmp_path / "stock.json")])
         exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
     ours, stock = (json.loads((tmp_path / name).read_text()) for name in ("ours.json", "stock.json"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +11,19 @@ import packed_by_ranks
 import pytest
 from equal_tensors import assert_same_tensors
 from packed_by_ranks import KINDS, NF4
+from python_runs import run_python
 from safetensors.torch import load_file
 
 pytest.importorskip("bitsandbytes")
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "packed_by_ranks.py")
-TWO_RANKS = ["-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", "2"]
+LAUNCH = ["-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", "2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run_script(folder: Path, what: str, kinds: Sequence[str], *, status: int = 0) -> str:
-    launcher = [] if what == "alone" else TWO_RANKS
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, SCRIPT, str(folder), what, *kinds]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert (done.returncode != 0) == (status != 0), done.stderr
-    return done.stderr
+def run_script(folder: Path, what: str, kinds: Sequence[str], *, status: int | None = 0) -> str:
+    launcher = [] if what == "alone" else LAUNCH
+    return run_python(*launcher, SCRIPT, folder, what, *kinds, status=status, OMP_NUM_THREADS="1").stderr
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +62,8 @@ def test_two_processes_train_save_and_merge_as_one(folder: Path) -> None:
 
 
 def test_two_processes_resume_over_a_packed_base_after_one_was_killed(folder: Path) -> None:
-    stderr = run_script(folder, "killed", [NF4], status=1)
+    stderr = run_script(folder, "killed", [NF4], status=None)
     assert "RankFailedError: rank 1 (pid" in stderr
-    assert "holds the steps of a run over another base" in run_script(folder, "other", [NF4], status=1)
+    assert "holds the steps of a run over another base" in run_script(folder, "other", [NF4], status=None)
     run_script(folder, "rest", [NF4])
     assert_as_alone(folder / "rest" / NF4, folder / "alone" / NF4)

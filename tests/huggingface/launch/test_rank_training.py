@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,14 @@ import pytest
 import torch
 import trained_by_ranks
 from equal_tensors import assert_same_tensors
+from python_runs import TWO_RANKS, run_python
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app
 from hf_lohan.ranks import Links
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ONE_PROCESS = ("stock", "alone", "stock_loop")
 FORKED = ("whole,differ", "outside")
 """Launches of one process that forks both ranks. Runs of one launch run one after another; the last ends the ranks'
@@ -55,15 +52,10 @@ def run(folder: Path) -> Run:
             run_here(what)
             done[what] = subprocess.CompletedProcess(what, 0, stderr="")
         elif what not in done:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             forks = any(what in launch.split(",") for launch in FORKED)
-            command = [SCRIPT, str(folder), *FORKED] if forks else [*TWO_RANKS, SCRIPT, str(folder), what]
-            process = subprocess.run(
-                [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280
-            )
-            done[what] = process
+            command = [SCRIPT, folder, *FORKED] if forks else [*TWO_RANKS, SCRIPT, folder, what]
+            done[what] = process = run_python(*command, status=0 if forks else status, OMP_NUM_THREADS="1")
             if forks:
-                assert process.returncode == 0, process.stderr
                 for run, code in json.loads((folder / "statuses.json").read_text()).items():
                     done[run] = subprocess.CompletedProcess(run, code, stderr=process.stderr)
         assert done[what].returncode == status, done[what].stderr

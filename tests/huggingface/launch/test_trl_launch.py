@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("trl")
 import trl_runs
+from python_runs import ROOT, run_python
 from trl_runs import arguments, preferences, run
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from datasets import load_dataset
@@ -39,11 +37,7 @@ def run_module(folder: Path, module: str, *arguments: str) -> str:
     (folder / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
     # What is on this process's path goes on: another TRL there would otherwise train one of the two runs alone.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=240, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    return run_python("-m", module, *arguments, cwd=folder, PYTHONPATH=os.pathsep.join(paths)).stderr
 
 
 @pytest.mark.slow

@@ -53,25 +53,12 @@ def rows(num: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 def arguments(output_dir: Path, *, is_alone: bool) -> TrainingArguments:
     return TrainingArguments(
-        str(output_dir),
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=NUM_RANKS if is_alone else 1,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        save_total_limit=2,
-        use_cpu=not ON_CUDA,
-        ddp_backend="gloo" if ON_CUDA and not is_alone else None,
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-    )
+        str(output_dir), max_steps=NUM_STEPS, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=NUM_RANKS if is_alone else 1, learning_rate=1e-2, weight_decay=0.1,
+        max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, save_total_limit=2,
+        use_cpu=not ON_CUDA, ddp_backend="gloo" if ON_CUDA and not is_alone else None, report_to=[],
+        disable_tqdm=True, seed=3,
+    )  # fmt: skip
 
 
 class Signalled(TrainerCallback):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import short_arguments
 from torch import Tensor
 from transformers import Trainer as StockTrainer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.costs import SizeClass
@@ -39,22 +40,16 @@ def adapted(dtype: torch.dtype) -> Any:
 def trainer_of(kind: type, folder: Path, dtype: torch.dtype, *callbacks: TrainerCallback, **settings: Any) -> Any:
     offload = settings.pop("offload", {})
     defaults: dict[str, Any] = {
-        "use_cpu": True,
         "max_steps": MAX_STEPS,
-        "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "max_grad_norm": 0.05,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
     }
     rows = tiny_rows(4 * MAX_STEPS)
     ours = {"offload": {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "_resident_records": "none", **offload}}
     return kind(
         adapted(dtype),
-        TrainingArguments(str(folder), **{**defaults, **settings}),
+        short_arguments(folder, **{**defaults, **settings}),
         train_dataset=rows,
         callbacks=list(callbacks),
         **(ours if kind is hf_lohan.Trainer else {}),

@@ -16,8 +16,10 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from equal_tensors import assert_same_tensors
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
+from short_runs import short_arguments
 from stored_weights import stored
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from transformers import LlamaForCausalLM, TrainingArguments
@@ -115,10 +117,7 @@ def the_hub(published: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
 
 
 def trained(model: Any, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    args = TrainingArguments(
-        str(out), per_device_train_batch_size=2, max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
+    args = short_arguments(out, max_steps=2)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(5, 133).view(8, 16)]
     trainer = hf_lohan.Trainer(model=model, args=args, train_dataset=rows, offload=BUDGETS, **options)
     trainer.train()
@@ -380,8 +379,7 @@ def test_trl_takes_names_and_code(adapters: bool, cache: Path, with_code: Path, 
     base = ours.trainer.model.get_base_model() if adapters else ours.trainer.model
     assert type(base).__name__ == "TinyForCausalLM" and base.config.name_or_path == NAME
     assert ours.logs == stock.logs or [log["loss"] for log in ours.logs] == [log["loss"] for log in stock.logs]
-    assert ours.weights.keys() == stock.weights.keys()
-    assert all(torch.equal(weight, stock.weights[name]) for name, weight in ours.weights.items())
+    assert_same_tensors(ours.weights, stock.weights)
 
 
 def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(load_streamed: Load, with_code: Path) -> None:

@@ -16,6 +16,7 @@ import transformers
 from covering import slow_but
 from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
+from short_runs import short_arguments
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
@@ -45,17 +46,7 @@ def rows() -> list[dict[str, Tensor]]:
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "max_steps": MAX_STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **{**defaults, **settings})
+    return short_arguments(folder, **{"max_steps": MAX_STEPS, "learning_rate": 1e-2, **settings})
 
 
 def engine_of(trainer: hf_lohan.Trainer) -> OffloadEngine:
@@ -84,10 +75,7 @@ def offloaded_adapters(folder: Path, **settings: Any) -> tuple[Any, OffloadAdamW
     return model, OffloadAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, engine=engine), engine
 
 
-SWITCHES = {
-    "merged": ("merge_adapter", "unmerge_adapter"),
-    "off": ("disable_adapter_layers", "enable_adapter_layers"),
-}
+SWITCHES = {"merged": ("merge_adapter", "unmerge_adapter"), "off": ("disable_adapter_layers", "enable_adapter_layers")}
 
 
 @pytest.mark.covering(0)
@@ -368,7 +356,7 @@ def test_the_arguments_of_pefts_save_pretrained_mean_the_same(offload: Any, tmp_
     in_memory.save_pretrained(str(tmp_path / "ours-converted"), **converted)
     assert not (tmp_path / "none").exists()
     stock, ours = (files(f"{whose}-converted")["adapter_model.safetensors"] for whose in ("stock", "ours"))
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+    assert_same_tensors(ours, stock)
 
 
 def test_an_adapter_of_transformers_may_be_saved_with_its_own_names(
@@ -380,4 +368,4 @@ def test_an_adapter_of_transformers_may_be_saved_with_its_own_names(
     offload(model)
     model.save_pretrained(tmp_path / "ours", save_peft_format=False)
     stock, ours = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("stock", "ours"))
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+    assert_same_tensors(ours, stock)

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from equal_tensors import tensors_in
+from equal_tensors import assert_same_tensors, tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_lohan.engine import OffloadEngine
@@ -44,8 +44,12 @@ def test_saved_tensors_equal_those_from_memory(family: str, shard_size: str, off
 
 
 @pytest.mark.parametrize("save_dtype", ["auto", "float32"])
-def test_weights_loaded_in_float32_are_saved_as_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
-    """Stock with autocast saves float32, too. Experts are saved apart, so masters are also read by rows."""
+def test_weights_loaded_in_float32_are_saved_as_masters(
+    save_dtype: str, offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock with autocast saves float32, too. Experts are saved apart, so masters are also read by rows. Large weights
+    are read in pieces."""
+    monkeypatch.setattr(saving, "_MASTERS_NUMEL", 1000)
     model = tiny_model("mixtral")
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     offload(model, dtype=torch.bfloat16, save_dtype=save_dtype)
@@ -63,17 +67,6 @@ def test_weights_loaded_in_bfloat16_are_saved_in_bfloat16_or_as_masters(offload:
         offload(model, save_dtype=save_dtype)
         model.save_pretrained(tmp_path / save_dtype)
         assert {tensor.dtype for tensor in tensors_in(tmp_path / save_dtype).values()} == {dtype}
-
-
-def test_masters_of_large_weights_are_saved_in_pieces(
-    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saving, "_MASTERS_NUMEL", 1000)
-    model = tiny_model("llama")
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    offload(model, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_in(tmp_path).items())
 
 
 def test_rounding_float32_weights_in_checkpoints_is_refused(offload: Offload) -> None:
@@ -108,7 +101,7 @@ def test_a_given_state_dict_is_saved(given: str, family: str, offload: Offload, 
     mixed = {name: placeholders[name] if is_placeholder[name] else averages[name] for name in averages}
     model.save_pretrained(tmp_path / "ours", state_dict=mixed, max_shard_size="100KB")
     stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+    assert_same_tensors(ours, stock)
     configs = [json.loads((tmp_path / whose / "config.json").read_text()) for whose in ("ours", "stock")]
     assert configs[0] == configs[1]
 
@@ -132,7 +125,7 @@ def test_the_arguments_of_save_pretrained_mean_the_same(
     names = [sorted(file.name for file in (tmp_path / whose).iterdir()) for whose in ("stock", "ours")]
     assert names[0] == names[1]
     stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
-    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+    assert_same_tensors(ours, stock)
 
 
 def test_arguments_of_save_pretrained_may_be_given_by_position(offload: Offload, tmp_path: Path) -> None:

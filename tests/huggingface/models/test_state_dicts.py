@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from equal_tensors import assert_same_tensors, tensors_in
 from safetensors.torch import load_model
+from short_runs import short_arguments
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -52,15 +52,8 @@ def rows(num: int = 8) -> list[dict[str, Tensor]]:
 
 
 def trainer(folder: Path, *, offload: Any, seed: int = 0, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-    }
-    args = transformers.TrainingArguments(
-        str(folder), **{**defaults, **settings}, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1
-    )
+    defaults = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    args = short_arguments(folder, **{**defaults, **settings})
     # Stock refuses to save tied weights of a plain module. We save them once.
     model = Plain(seed)
     return hf_lohan.Trainer(model, args, train_dataset=rows(), offload=offload)

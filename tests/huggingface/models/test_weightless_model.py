@@ -106,23 +106,13 @@ def test_more_tokens_than_positions_are_refused(family: str) -> None:
 def test_rope_that_reads_positions_is_traced() -> None:
     """Its form depends on whether the positions exceed its original length."""
     config = transformers.Phi3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=256,
-        pad_token_id=0,
-        original_max_position_embeddings=32,
-        max_position_embeddings=128,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=256, pad_token_id=0, original_max_position_embeddings=32, max_position_embeddings=128,
         rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 32,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
         },
-    )
+    )  # fmt: skip
     assert profile_of(weightless_model(config), sequence_length=64).flops > 0
 
 

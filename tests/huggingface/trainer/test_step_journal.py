@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from short_runs import short_arguments
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -31,7 +31,7 @@ def a_trainer(folder: Path) -> Any:
     rows = tiny_batch(seed=3)["input_ids"].tolist()
     return hf_lohan.Trainer(
         tiny_model("llama"),
-        TrainingArguments(str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True),
+        short_arguments(folder, max_steps=2),
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1},
     )

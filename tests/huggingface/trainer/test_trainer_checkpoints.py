@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +15,14 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import TrainingArguments
-from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
+from short_runs import short_arguments
+from transformers.trainer_utils import HPSearchBackend
 
 import hf_lohan
-from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME
 from hf_lohan.files import StorageError
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.huggingface.trainer import whole_checkpoints
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dataset(num_rows: int = 16) -> Dataset:
@@ -39,11 +32,7 @@ def dataset(num_rows: int = 16) -> Dataset:
 
 
 def make(folder: Path, *, stock: bool = False, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "max_steps": 6, "save_steps": 2, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "use_cpu": True,
-        "report_to": [], "disable_tqdm": True, "seed": 0,
-    }  # fmt: skip
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    args = short_arguments(folder, **{"max_steps": 6, "save_strategy": "steps", "save_steps": 2, **settings})
     data: dict[str, Any] = {"train_dataset": dataset(), "eval_dataset": dataset(4)}
     if stock:
         return transformers.Trainer(tiny_model("llama"), args, **data)
@@ -135,56 +124,6 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
-
-
-def train_and_die(folder: Path, owner: Any, stage: str) -> None:
-    setattr(owner, stage, end_stage(owner, stage, "checkpoint-4", die))
-    make(folder).train()
-
-
-def kill_in_each_stage(folder: Path) -> None:
-    """Kill a process in each stage. Processes are forked before torch has threads, which do not survive a fork."""
-    for owner, stage in STAGES:
-        pid = os.fork()
-        if not pid:
-            train_and_die(folder / stage, owner, stage)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, stage
-
-
-@pytest.fixture(scope="module")
-def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run of a process that was killed in each stage, by the stage's name."""
-    folder = tmp_path_factory.mktemp("killed")
-    child = multiprocessing.get_context("spawn").Process(target=kill_in_each_stage, args=(folder,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    whole = make(tmp_path_factory.mktemp("undisturbed"))
-    whole.train()
-    weights = weights_of(whole)
-    close(whole)
-    return weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
-def test_a_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(
-    owner: Any, stage: str, make_trainer: Callable[..., Any], killed_runs: Path, undisturbed_weights: dict[str, Any]
-) -> None:
-    folder = killed_runs / stage
-    assert (folder / UNFINISHED_NAME / "checkpoint-4").exists()
-    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
-    resumed = make_trainer(folder)
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    weights = weights_of(resumed)
-    assert all(torch.equal(weight, weights[name]) for name, weight in undisturbed_weights.items())
 
 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
@@ -337,9 +276,7 @@ def test_without_offload_the_stock_trainer_saves(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_checkpoints, "unfinished_together", None)
-    args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[]
-    )
+    args = short_arguments(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
     hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset()).train()
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
 
@@ -357,10 +294,9 @@ def test_the_name_of_an_output_folder_is_no_pattern(
     if by_path:
         model.save_pretrained("model")
         model = "model"
-    settings: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
     trainer = hf_lohan.Trainer(
         model,
-        TrainingArguments(folder, disable_tqdm=True, **settings),
+        short_arguments(folder, max_steps=1),
         train_dataset=dataset(),
         offload={"cpu_memory": "64MiB", "gpu_memory": "2MiB"},
     )

@@ -15,8 +15,8 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from short_runs import StopsAfter
-from transformers import TrainerCallback, TrainingArguments
+from short_runs import StopsAfter, short_arguments
+from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.huggingface import engine_of
@@ -35,8 +35,7 @@ def make_trainer() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(folder: Path, *, offload: Any = BUDGETS, options: dict[str, Any] | None = None, **settings: Any) -> Any:
-        settings = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, **settings}
-        args = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+        args = short_arguments(folder, **{"max_steps": 4, "save_strategy": "steps", **settings})
         options = {"train_dataset": rows(), "eval_dataset": rows(2), **(options or {})}
         if "model_init" not in options:
             options["model"] = tiny_model("llama", num_layers=2)

@@ -51,8 +51,7 @@ def residual(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "times"),
-    [(gate_of_two, 3), (gate_of_one, 3), (in_place, 3), (chain, 2), (residual, 7)],
+    ("function", "times"), [(gate_of_two, 3), (gate_of_one, 3), (in_place, 3), (chain, 2), (residual, 7)]
 )
 def test_bytes_of_fused_operations(function: Callable[[Tensor, Tensor], Tensor], times: int) -> None:
     x, w = torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE)
