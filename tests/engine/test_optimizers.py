@@ -53,6 +53,34 @@ def test_speculative_updates_equal_stock(max_norm: float, make_twins: Any) -> No
     twins.assert_equal()
 
 
+def test_exact_masters_of_bfloat16_weights_work_with_any_optimizer(build_engine: Any) -> None:
+    """The masters equal float32 weights that are trained with the gradients of a bfloat16 model."""
+    model, masters = tiny_model("llama").bfloat16().train(), tiny_model("llama").train()
+    masters.load_state_dict(model.state_dict())
+    working = tiny_model("llama").bfloat16().train()
+    stock = OPTIMIZERS["SGD-nesterov"](masters.parameters())
+    own = OPTIMIZERS["SGD-nesterov"](model.parameters())
+    engine = build_engine(model, dtype=torch.bfloat16, rules=rules_of([own]))
+    optimizer, _ = take_over([own], engine)
+    for step in range(3):
+        with torch.no_grad():
+            for low, master in zip(working.parameters(), masters.parameters(), strict=True):
+                low.copy_(master)
+        working(**tiny_batch(seed=step)).loss.backward()
+        for low, master in zip(working.parameters(), masters.parameters(), strict=True):
+            master.grad, low.grad = low.grad.float(), None
+        stock.step()
+        model(**tiny_batch(seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    access = engine.parameters
+    for (name, master), low in zip(masters.named_parameters(), working.parameters(), strict=True):
+        found = access.read_flat(name, "momentum_buffer")
+        assert torch.equal(found, stock.state[master]["momentum_buffer"].flatten()), name
+        assert torch.equal(access.read_parameter(name), master.detach().bfloat16()), name
+        assert low.dtype == torch.bfloat16
+
+
 def test_another_optimizer_than_that_of_the_store_is_refused(build_engine: Any) -> None:
     model = tiny_model("llama")
     engine = build_engine(model)
