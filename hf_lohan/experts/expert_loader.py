@@ -83,7 +83,7 @@ class ExpertLoader(BlockLoader):
             here = (block for block in needed if self._ring.is_here(block))
             self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
             self._lane_name = self._first_experts[layer].name
-            self._order_loads()
+            self._ring.changed.notify_all()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Note how many of this process's tokens a forward of the layer sent to each of ``experts``, which are indices
@@ -111,7 +111,7 @@ class ExpertLoader(BlockLoader):
         with self._ring.lock:
             self._experts.hint(layer, experts)
             self._next_expert.note_layer(layer)
-            self._order_loads()
+            self._ring.changed.notify_all()
 
     def acquire_arrived(self, *, but: Collection[Block]) -> tuple[Block, Slot] | None:
         """Pin an expert as `acquire_any` does, if an expert outside ``but`` is present. Does not wait."""

@@ -324,8 +324,8 @@ class SlotRing(WeightSlots):
 
 
 def _has_changed(slot: Slot, part: ParamSlice) -> bool:
-    """Return whether a shown parameter was written to, or got other values by `.data`."""
-    if slot.shown is None or isinstance(part.parameter, AbsentParameter):
+    """Return whether a shown parameter has changed. In forwards PEFT sets those in a `base_layer` to themselves."""
+    if slot.shown is None or isinstance(part.parameter, AbsentParameter) or ".base_layer." in part.name:
         return False
     if storage_id(part.parameter) == storage_id(slot.shown):
         return version_of(part.parameter) != slot.versions[part.parameter]

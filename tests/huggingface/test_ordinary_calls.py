@@ -97,7 +97,7 @@ def move(weight: nn.Parameter, scale: float = 1.0) -> None:
 class Changing(nn.Linear):
     """Calls `change` with its weight in its forward."""
 
-    change: Callable[[nn.Parameter], Any]
+    change: Callable[[Any], Any]
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.change(self.weight)

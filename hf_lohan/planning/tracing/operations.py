@@ -272,8 +272,8 @@ def _is_mutable(func: Operation) -> bool:
 
 
 def _written_by(func: Operation, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the arguments that a call writes to."""
-    if isinstance(func, OpOverload) and schema_of(func).is_mutable:
+    """Yield the arguments that a call writes to, except by `set_`, with which parametrizations keep the values."""
+    if isinstance(func, OpOverload) and schema_of(func).is_mutable and operation_name(func) != "set_":
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from tensors_in(value)
