@@ -345,6 +345,14 @@ def test_every_supported_python_can_parse_the_library(minor: int) -> None:
     assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr
 
 
+@pytest.mark.slow
+def test_no_way_is_longer_and_no_call_climbs() -> None:
+    counted = subprocess.run(
+        [sys.executable, ROOT / "scripts/development/count_ways.py"], capture_output=True, text=True
+    )
+    assert counted.returncode == 0, counted.stdout
+
+
 def test_no_file_names_a_path_of_a_developer_s_machine() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the files of the project are known only in a git checkout")
