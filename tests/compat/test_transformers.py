@@ -76,7 +76,7 @@ def test_overriding_methods_have_the_arguments_of_trainer(name: str) -> None:
 
 def make_trainer(folder: Path) -> Trainer:
     rows = tiny_rows(4)
-    return Trainer(tiny_model("llama"), short_arguments(folder, max_steps=2), train_dataset=rows)
+    return Trainer(tiny_model("llama"), short_arguments(folder, max_steps=2, logging_steps=500), train_dataset=rows)
 
 
 def test_the_loss_sums_of_trainer_can_be_read_and_restored(tmp_path: Path) -> None:
