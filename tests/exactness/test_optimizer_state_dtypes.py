@@ -90,7 +90,7 @@ def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: 
     trainer = trainer_with(tmp_path / "elsewhere", wanted)
     with pytest.raises(
         ValueError,
-        match=f"with optimizer_state_dtype: {saved}, and this run has optimizer_state_dtype: {wanted}; set it",
+        match=f"with optimizer_state_dtype: {saved}, and this run has optimizer_state_dtype: {wanted}; use the setting",
     ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     trainer.offload_engine.close()

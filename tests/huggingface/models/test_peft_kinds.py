@@ -349,7 +349,7 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig was given"):
         hf_lohan.merge(adapter, base, tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     for placement in ({"device_map": "auto"}, {"max_memory": {0: "1GiB"}}):
-        with pytest.raises(ValueError, match=rf"^{next(iter(placement))}=.* a weight at a time; leave it out$"):
+        with pytest.raises(ValueError, match=rf"^{next(iter(placement))}=.* one weight at a time; leave it out$"):
             hf_lohan.merge(adapter, base, tmp_path / "merged", **placement)
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         hf_lohan.merge(base, base, tmp_path / "merged")
