@@ -98,6 +98,15 @@ def test_every_record_is_aligned_to_file_system_blocks(offload: Offload, tmp_pat
         assert all((8 + header_bytes + offset) % 4096 == 0 for place in places for offset in place)
 
 
+def test_frozen_parameters_have_no_saved_states(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    save_optimizer_states(offload(model), tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert "model.embed_tokens.weight" not in index["parameters"]
+    assert "lm_head.weight" in index["parameters"]
+
+
 @pytest.mark.slow
 def test_files_do_not_depend_on_budgets_or_paths(offload: Offload, tmp_path: Path) -> None:
     """States from other chunks and two drives give the same bytes."""

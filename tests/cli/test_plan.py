@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from planned_models import DESKTOP, LLAMA_8B, PAPER, drives, estimate, hardware_file, plan, planned, runner
 from rich.console import Console
+from transformers import OPTConfig
 
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app, plan_report
@@ -156,6 +157,28 @@ def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:
     assert "PeftModelForCausalLM" in printed
     refused = plan(tiny, *options, "--lora-rank", 0, batch_size=1, seq_len=16)
     assert "the rank of LoRA is 0; it must be at least 1" in refused.stderr
+
+
+@pytest.mark.usefixtures("equal_requests_planned_once")
+def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
+    """They move the bytes of one batch of their total size, with a smaller working set."""
+    OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
+    offload = tmp_path / "vertical.yaml"
+    offload.write_text("vertical_micro_batches: true\n_resident_records: none\n")
+    options = ("--hardware", PAPER, "--offload", offload)
+    in_one = planned(model_13b, *options, batch_size=32)
+    together = planned(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8)
+    assert together["num_together"] == 4
+    moved = ("ssd_read_bytes_per_step", "ssd_write_bytes_per_step", "num_tokens", "model_flops", "clip")
+    assert {name: together[name] for name in moved} == {name: in_one[name] for name in moved}
+    pools, pools_in_one = together["pools"], in_one["pools"]
+    assert pools["num_slots"] == pools_in_one["num_slots"]
+    assert (pools["gradients_per_buffer"], pools_in_one["gradients_per_buffer"]) == (1, 2)  # sums are float32
+    assert together["tier_bytes"]["gpu"]["working_set"] < in_one["tier_bytes"]["gpu"]["working_set"]
+    assert together["kept_bytes"] >= in_one["kept_bytes"]
+    assert together["step_s"] <= 1.001 * in_one["step_s"], "float32 sums take longer on the link from the device"
+    printed = plan(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8).stdout
+    assert "batch 8 x" in printed and "4 accumulated vertically" in printed
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")

@@ -79,6 +79,16 @@ def test_evaluation_between_steps_uses_the_new_weights_and_changes_nothing(
     twins.assert_equal()
 
 
+def test_gradients_that_zero_grad_drops_change_nothing(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    twins.train(1)
+    twins.backward(7)
+    for optimizer in (twins.stock_optimizer, twins.optimizer):
+        optimizer.zero_grad()
+    twins.train(2, first_seed=200, max_norm=0.5)
+    twins.assert_equal()
+
+
 def test_computing_the_norm_changes_nothing(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=False)
     twins.backward(1)

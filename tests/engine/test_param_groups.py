@@ -76,7 +76,7 @@ def test_parameters_may_move_to_another_group(hold_gradients: bool, make_twins: 
     for optimizer in (twins.stock_optimizer, twins.optimizer):  # one group keeps the rest
         first = optimizer.param_groups[0]
         moved = [first["params"].pop() for _ in range(3)]
-        optimizer.add_param_group({"params": moved, "lr": 0.0, "weight_decay": 0.0})
+        optimizer.add_param_group({"params": moved, "lr": 0.0, "weight_decay": 0.0, "betas": (0.8, 0.95)})
     before = twins.engine.parameters.read_parameter("lm_head.weight").clone()
     twins.train(1, first_seed=200)
     assert torch.equal(twins.engine.parameters.read_parameter("lm_head.weight"), before)

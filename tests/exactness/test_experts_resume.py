@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 from covering import slow_but
-from expert_models import ALL_SLOTS
+from expert_models import ALL_SLOTS, least_gpu_memory
 from interrupted_runs import SETTINGS, InterruptAfter, interrupt, make_trainer
 from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
 from transformers import Trainer as StockTrainer
 
+import hf_lohan
 from hf_lohan.costs import SizeClass
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.testing.models import tiny_model
 
 FAMILY = "mixtral"
 UNCLIPPED: dict[str, Any] = {"family": FAMILY, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 3}
+NARROW: dict[str, Any] = {
+    "gpu_memory": least_gpu_memory(tiny_model(FAMILY)),
+    "cpu_memory": "6MiB",
+    "prefetch_blocks": 1,
+}
+"""These budgets have two slots for experts."""
 WIDE: dict[str, Any] = {"gpu_memory": ALL_SLOTS, "cpu_memory": "16MiB"}
 
 
@@ -51,6 +58,20 @@ def test_a_checkpoint_resumes_in_either_form(before: str, after: str, stock: Any
     second.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert (num_expert_slots(second) > 0) is (after == "streamed")
     assert_as_stock(second, stock)
+
+
+@pytest.mark.slow
+def test_the_last_step_resumes_with_other_budgets(stock: Any, tmp_path: Path) -> None:
+    for step, budgets in ((2, NARROW), (5, WIDE)):
+        broken = make_trainer(tmp_path, InterruptAfter(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
+        with pytest.raises(KeyboardInterrupt):
+            broken.train(resume_from_checkpoint="last_step" if step > 2 else None)
+        assert num_expert_slots(broken) == (12 if budgets is WIDE else 2)
+        broken.offload_engine.close()
+        assert hf_lohan.last_step(tmp_path) == step
+    last = make_trainer(tmp_path, **UNCLIPPED, offload={**NARROW, "experts": "streamed"})
+    last.train(resume_from_checkpoint="last_step")
+    assert_as_stock(last, stock)
 
 
 @pytest.mark.slow

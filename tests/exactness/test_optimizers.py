@@ -20,10 +20,12 @@ from trajectories import (
     train_offloaded,
     train_stock,
 )
+from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
 from hf_lohan.files import ForeignStoreError
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_model
 
@@ -120,10 +122,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", slow_but(("rows and columns",), LAYOUTS))
-def test_resuming_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    """Resume from the last step and from a checkpoint, with each layout of optimizer states."""
+def test_exporting_and_resuming_change_no_bit(layout: str, tmp_path: Path) -> None:
+    """Export, and resume from the last step and from a checkpoint, with each layout of optimizer states."""
     settings = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2, **LAYOUTS[layout]}
     undisturbed = weights_after(trainer_over(tmp_path / "undisturbed", **settings))
+    assert export_model(tmp_path / "undisturbed", tmp_path / "exported") == NUM_STEPS
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_same_tensors(undisturbed, dict(exported.named_parameters()))
     weights_after(trainer_over(tmp_path / "run", callbacks=[StopsAfter(3)], **settings))
     for resume in ("last_step", str(tmp_path / "run" / "checkpoint-2")):
         resumed = weights_after(trainer_over(tmp_path / "run", **settings), resume)

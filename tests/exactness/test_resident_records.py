@@ -181,3 +181,22 @@ def test_nothing_is_read_if_all_records_fit(tmp_path: Path) -> None:
     steps(engine, optimizer, 3, num_backwards=1)
     assert engine.tiers.io.read_bytes == before
     engine.close()
+
+
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("cpu_memory", ["3MiB", "5MiB", "7MiB", "64MiB"])
+@pytest.mark.parametrize("activations", ["recompute", "swap"])
+@pytest.mark.parametrize("hold_gradients", [False, True])
+def test_the_budget_holds_pools_and_copies(
+    hold_gradients: bool, activations: str, cpu_memory: str, tmp_path: Path
+) -> None:
+    engine = an_engine(tmp_path, hold_gradients=hold_gradients, cpu_memory=cpu_memory, activations=activations)
+    layout = engine.layout
+    assert layout.cpu_bytes == layout.plan.cpu_pool_bytes + sum(r.num_bytes for r in layout.resident_records)
+    assert isinstance(engine.config.cpu_memory, int)
+    left = engine.config.cpu_memory - layout.activation_bytes - layout.cpu_bytes
+    assert left >= 0
+    sizes = {(record.block, record.kind): record.num_bytes for record in layout.records}
+    resident = {(record.block, record.kind) for record in layout.resident_records}
+    assert all(num_bytes > left for name, num_bytes in sizes.items() if name not in resident)
+    engine.close()

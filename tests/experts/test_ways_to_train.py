@@ -113,6 +113,20 @@ def test_partly_frozen_models_equal_stock(parts: tuple[str, ...], recompute: boo
     twins.assert_equal()
 
 
+def test_adapters_with_frozen_experts_equal_stock(make_twins: TwinsFactory) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny_model("mixtral"), config)
+
+    twins = make_twins(model_factory=adapted, **STREAMED)
+    twins.train(3)
+    twins.assert_equal()
+    assert twins.engine.expert_loader is not None and twins.engine.expert_loader.figures.num_loads > 0
+
+
 def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], task_type="CAUSAL_LM")

@@ -36,6 +36,7 @@ def test_a_written_profile_is_read(profile: HardwareProfile, tmp_path: Path) -> 
         (b"- 1", "not a table"),
         (LEAST.replace("h2d_bytes_per_s: 20e9", "").encode(), "h2d_bytes_per_s"),
         (LEAST.replace("h2d_bytes_per_s: 20e9", "h2d_bytes_per_s: fast").encode(), "h2d_bytes_per_s.*fast"),
+        (LEAST.replace("160e12", "-1").encode(), r"device\.flops_per_s.*-1"),
         (LEAST.replace("write_bytes_per_s", "writes").encode(), r"ssd\[0\].*writes"),
     ],
 )

@@ -18,6 +18,7 @@ class Target:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.optimizer: OffloadAdamW | None = None
+        self.learning_rates: list[float] = []
         self.step_was_skipped = False
 
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
@@ -25,6 +26,7 @@ class Target:
 
     def step(self) -> None:
         self.calls.append("step")
+        self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
     def drop_gradients(self, *, to_none: bool = True) -> None:
         self.calls.append("drop" if to_none else "set to zeros")
@@ -132,6 +134,19 @@ def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> Non
     assert float(loss) == 2.0
     assert target.calls == ["closure True", "step"]
     assert optimizer.step() is None
+
+
+def test_joint_optimizers_use_the_hyperparameters_of_their_own_step(target: Target) -> None:
+    first, second = parameters(2)
+    lr = torch.tensor(0.5)  # schedulers write to such a tensor
+    settings = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [[{"params": [p], "lr": own, **settings}] for p, own in ((first, lr), (second, 0.25))]
+    one, other = JointOptimizer(groups, engine=target).parts
+    one.step()
+    lr.fill_(0.125)
+    other.step()
+    assert target.learning_rates == [0.5]
+    assert one.param_groups[0]["lr"] is lr and float(lr) == 0.125
 
 
 def test_a_joint_optimizer_does_not_report_an_earlier_step(target: Target) -> None:

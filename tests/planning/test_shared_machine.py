@@ -37,7 +37,7 @@ def resolved(settings: dict[str, Any], default: Path, num_ranks: int, num_local:
 
 def test_one_rank_gets_the_whole_machine(tmp_path: Path) -> None:
     config = resolved_here(OffloadConfig(), CpuDevice(), tmp_path / "store")
-    assert (config.cpu_memory, config.gpu_memory, config.cpu_threads) == (600 * MIB, 640 * MIB, 8)
+    assert (config.cpu_memory, config.gpu_memory, config.cpu_threads) == (600 * MIB, 320 * MIB, 8)
     assert [(ssd.path, ssd.capacity) for ssd in config.ssd] == [(str(tmp_path / "store"), "auto")]
 
 
@@ -46,7 +46,7 @@ def test_ranks_of_a_machine_divide_it(num_ranks: int, num_local: int, tmp_path: 
     configs = resolved({}, tmp_path / "store", num_ranks, num_local)
     for rank, config in enumerate(configs):
         assert config.cpu_memory == 600 * MIB // num_local
-        assert config.gpu_memory == 640 * MIB // num_local, "on a CPU the device is the machine's memory, too"
+        assert config.gpu_memory == 320 * MIB // num_local, "on a CPU the device has 80% of what cpu_memory leaves"
         assert (config.cpu_threads, config.io_threads) == (8 // num_local, max(2, 8 // num_local))
         assert config.ssd[0].path == str(tmp_path / "store" / f"rank-{rank}-of-{num_ranks}")
         assert config.ssd[0].capacity == 1024 * MIB // num_local
@@ -104,12 +104,14 @@ def test_ranks_with_their_own_cores_keep_them(tmp_path: Path, monkeypatch: pytes
     assert run_ranks(4, cores) == [2, 2, 2, 1]
 
 
-def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "values"), [("prefetch_blocks", (2, 3)), ("experts.parallel", ("auto", "world"))])
+def test_settings_that_differ_between_ranks_are_refused(name: str, values: tuple[Any, Any], tmp_path: Path) -> None:
     def resolve(links: Links) -> None:
-        settings = {"prefetch_blocks": 2 + links.ranks.rank // 2}
+        settings = {name: values[links.ranks.rank // 2]}
         resolved_here(OffloadConfig.load(settings), CpuDevice(), tmp_path, links)
 
-    with pytest.raises(ConfigError, match="prefetch_blocks is 2 on rank 0 and 3 on rank 2; give all ranks the same"):
+    message = f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank 2; give all ranks the same"
+    with pytest.raises(ConfigError, match=message):
         run_ranks(3, resolve)
 
 

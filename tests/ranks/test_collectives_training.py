@@ -356,6 +356,19 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluates", slow_but([True], [False, True]))
+def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
+    """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""
+    training = Training(4, 1, num_steps=3, evaluates=evaluates, decides_before_loads=False)
+    for number, parts in enumerate([{"forward": "int8", "within": "int4"}, {"forward": "exact"}]):
+        expected = training.run(tmp_path / f"world-{number}", {**parts, "backward": "world"})
+        found = training.run(tmp_path / f"found-{number}", {**parts, "backward": 2})
+        for ours, other in zip(found, expected, strict=True):
+            assert ours.layout.collectives is not None and ours.layout.collectives.group_ranks == 2
+            assert_same_run(ours, other)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

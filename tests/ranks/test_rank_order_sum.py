@@ -34,6 +34,8 @@ def test_each_element_is_summed_in_rank_order(dtype: torch.dtype, num_ranks: int
     out = torch.full((numel,), float("nan"))
     assert sum_in_rank_order_(out, parts, num_ranks) is out
     assert torch.equal(out.view(torch.int32), one_after_the_other(parts, num_ranks).view(torch.int32))
+    if num_ranks > 2 and numel > 7:
+        assert not torch.equal(out, one_after_the_other(parts[::-1], num_ranks)), "the order does not matter"
 
 
 @pytest.mark.parametrize("numel", SIZES)

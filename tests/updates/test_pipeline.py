@@ -106,7 +106,7 @@ def test_dropped_gradients_release_their_buffers(make_bench: Callable[..., Bench
 
 
 def test_a_failure_ends_waits_for_buffers_and_is_raised_by_the_step(make_bench: Callable[..., Bench]) -> None:
-    cause = OSError("the drive is gone")
+    cause = OSError(5, "the drive is gone")
     bench = make_bench(hold_gradients=False, fail=cause)
     with pytest.raises(PoolAborted, match="the drive is gone") as aborted:
         for _ in range(bench.gradients.num_buffers + 1):  # backward does not know of the failure
@@ -118,6 +118,7 @@ def test_a_failure_ends_waits_for_buffers_and_is_raised_by_the_step(make_bench: 
             bench.finish_step()
         raised.append(error.value)
     assert raised[0] is not raised[1] and {error.__cause__ for error in raised} == {cause}
+    assert [error.errno for error in raised] == [5, 5]
 
 
 def test_updates_after_backward_read_further_ahead_with_borrowed_buffers(make_bench: Callable[..., Bench]) -> None:

@@ -131,6 +131,17 @@ def test_a_canceled_pass_does_not_change_the_order(make_stream: StreamFactory) -
     assert stream.loads == "b0 b1"
 
 
+def test_a_pinned_slot_is_never_overwritten(make_stream: StreamFactory) -> None:
+    """One of two slots is pinned during the whole pass. All other blocks use the second slot."""
+    stream = make_stream(num_slots=2, backend=SlowBackend(2e-4))
+    stream.prefetcher.begin_pass(is_training=True)
+    pinned = stream.prefetcher.acquire(stream.blocks[0])
+    for block in [*stream.blocks[1:], *reversed(stream.blocks[1:])]:
+        stream.use(block)
+        assert bool((pinned.weights == 0.0).all())
+    stream.ring.unpin(stream.blocks[0])
+
+
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_a_load_that_waits_for_updates_delays_no_other_load(is_dropped: bool, make_stream: StreamFactory) -> None:
     """The update of the first block is late. The next blocks are loaded in the meantime."""
