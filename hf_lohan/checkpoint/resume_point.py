@@ -60,7 +60,7 @@ class ResumePoint:
 
         `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
         the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
-        together, and resume from the newest step of all ranks. Raises ValueError if there is nothing to resume from.
+        together, and resume from the newest step that all have. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
             if asked not in (None, False):

@@ -61,6 +61,8 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 def faster_parts(planned: PlannedRun) -> list[NearestChange]:
     """Try a faster CPU, a faster device and so on, as `nearest_changes` does. The layout stays, with its slots and
     buffers."""
+    if not planned.plan.fits:
+        return []
     better = better_hardware(planned.hardware, planned.setup)
     plans = ((what, on, setup, plan_offload(planned.profile, on, setup)) for what, on, setup in better)
     return _helpful(

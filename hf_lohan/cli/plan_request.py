@@ -122,10 +122,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
             )
     config = asked.resolve(
         host_memory_bytes=host_bytes // ranks.num_local,
-        device_memory_bytes=device_bytes,
+        device_memory_bytes=device_bytes // (ranks.num_local if memory_is_host else 1),
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
-        memory_is_host=memory_is_host,
+        memory_is_host=memory_is_host or (hardware is None and device.is_integrated),
         memory_limit_bytes=memory_limit_of(ranks) if hardware is None else None,
     )
     if request.hardware is not None and hardware is not None:

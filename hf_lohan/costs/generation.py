@@ -62,7 +62,7 @@ def slots_for_generation(
         needed = least_bytes + keys_and_values.num_bytes
         raise BudgetError(
             f"gpu_memory of {format_bytes(gpu_memory_bytes)} is too small: two layers{_two_experts(least_experts)} and "
-            "the embeddings or head that computes with them take "
+            "the embeddings or head beside them take "
             f"{format_bytes(least_bytes)}, beside {keys_and_values}; set gpu_memory to at least {needed} bytes "
             f"({format_bytes(needed)}), or generate fewer tokens or sequences"
         )

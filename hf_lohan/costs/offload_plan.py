@@ -358,7 +358,7 @@ class OffloadPlan:
     the model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
     parked_share: float = 0.0
-    """The share of updates that are parked until the next forward (`parking.spread_share`). With `defer` it is 1."""
+    """The share of updates that are parked until the next forward (`parking.spread_share`); 0 with `defer`."""
     parked_bytes: int = 0
     """Bytes of a rank's RAM for parked gradients. Gradients that are held in any case do not count."""
     durability: Durability

@@ -97,7 +97,7 @@ class DeviceArena:
         self.num_placed = 0
         """Number of tensors that got a planned offset, since the start."""
         self.num_unplaced = 0
-        """Number of tensors without a planned offset."""
+        """Number of tensors from PyTorch's allocator."""
 
     @property
     def _device(self) -> DeviceMemory:

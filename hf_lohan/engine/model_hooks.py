@@ -192,7 +192,7 @@ class ModelHooks:
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:  # a layer in chunks did not use this block
+        if parameter.grad is None:  # a layer in chunks did not use this parameter
             return
         self._forward_pass.take_gradient(part, parameter)
 

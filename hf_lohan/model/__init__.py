@@ -17,6 +17,7 @@ from hf_lohan.model.block import (
 )
 from hf_lohan.model.discovery import (
     DiscoveryError,
+    MissedChangeError,
     ModelBlocks,
     Rules,
     WrittenWeightError,

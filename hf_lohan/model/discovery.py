@@ -42,7 +42,11 @@ class DiscoveryError(ValueError):
     """The model has no layers that can stream."""
 
 
-class WrittenWeightError(ValueError):
+class MissedChangeError(ValueError):
+    """The store, or a tensor of the model, would miss changes of a weight, so the model can only train in memory."""
+
+
+class WrittenWeightError(MissedChangeError):
     """A forward or backward changes a weight."""
 
     def __init__(self, name: str) -> None:
@@ -297,14 +301,14 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
 
 
 def _refuse_kept_views(model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ValueError if a module keeps a tensor in the memory of a trained parameter. No update would reach it."""
+    """Raise MissedChangeError if a module keeps a tensor in a trained parameter's memory. No update would reach it."""
     trained = {storage_id(p): name for p, name in names.items() if p.requires_grad and type(p) is nn.Parameter}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
             shared = {storage_id(leaf) for leaf in leaves if not isinstance(leaf, nn.Parameter)} & trained.keys()
             if shared and not hasattr(module, f"{name}_orig"):  # spectral_norm makes such a tensor again
-                raise ValueError(
+                raise MissedChangeError(
                     f"{path or type(model).__name__} keeps a tensor in the memory of {trained[shared.pop()]}, which is "
                     "trained, but updates in the store would not reach this tensor; make it in the forward, or clone it"
                 )

@@ -65,7 +65,7 @@ class ChunkUpdater:
         return self._setup.states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
     def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """Return these buffers from the pool of gradients. Return None if they are not free now."""
+        """Return as many buffers of the pool of gradients, or None if they are not free now."""
         num_buffers = chunk.block.master.num_state_buffers_per_chunk
         return self._setup.gradients.try_acquire(num_buffers, leave=self._setup.num_arrival_buffers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_lohan.costs import SizeClass
-from hf_lohan.model import Block
+from hf_lohan.model import Block, WrittenWeightError
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
@@ -73,9 +73,15 @@ class BlocksInUse:
         return self._ring.slot_of(block)
 
     def release_all(self) -> None:
-        """Release all blocks at the end of a pass."""
+        """Release all blocks at the end of a pass. Raises WrittenWeightError if the pass has changed a weight."""
+        written: WrittenWeightError | None = None
         for blocks in self._blocks.values():
             for block in blocks:
-                self._ring.hide(block)
+                try:
+                    self._ring.hide(block)
+                except WrittenWeightError as error:
+                    written = written or error
             blocks.clear()
         self._ring.unpin_all()
+        if written is not None:
+            raise written

@@ -54,6 +54,16 @@ def losses(trained: Any) -> list[float]:
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
+def test_a_model_that_changes_its_weights_trains_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama")
+    embedding = model.get_input_embeddings()
+    embedding.max_norm = 0.1
+    ours = trainer(tmp_path, model)
+    assert "because it cannot be offloaded: model.embed_tokens.weight is changed" in capsys.readouterr().out
+    ours.train()
+    assert ours.offload_engine is None and embedding.weight.norm(dim=1).min() < 0.11
+
+
 @pytest.mark.parametrize("source", ["model", "path"])
 def test_a_run_that_fits_uses_the_stock_trainer(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -113,7 +113,7 @@ class ModuleState:
         self._variables = [
             (variable, value)
             for variable, value in contextvars.copy_context().items()
-            if _noted_of(type(value)) is not _Noted.CONTENTS  # a model may collect outputs in its contents
+            if _noted_of(type(value)) is not _Noted.CONTENTS  # a model may collect outputs in such a variable
         ]
         self._kernels = attention_kernels()
 

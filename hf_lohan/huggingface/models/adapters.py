@@ -35,6 +35,12 @@ _IN_MEMORY = "make the adapters in memory (peft.get_peft_model) and pass that mo
 
 def check_kinds(configs: Iterable[Any]) -> None:
     """Raise ValueError if offload cannot train the kind of adapters that a configuration of PEFT describes."""
+    configs = list(configs)
+    if any(getattr(config, "coft", False) for config in configs):
+        raise ValueError(
+            "OFT with coft=True changes the adapters' weights in each forward, but these weights are in the store; "
+            "leave coft out, or train without offload"
+        )
     if any(getattr(config, "peft_type", None) == "CPT" for config in configs):
         raise ValueError(
             "adapters of kind CPT assign to their embedding's weight.data in each forward, but this weight is in the "
@@ -203,8 +209,8 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
 
 
 class PendingMerges:
-    """Adapters that are merged into their base, one weight at a time, while the base is saved. Weights in the store
-    cannot be changed. This class is also the `WeightProvider` of these weights, and refuses all other reads."""
+    """Adapters that are merged into their base, one weight at a time, while the base is saved. Packed weights in the
+    store cannot be changed. This class is also the `WeightProvider` of these weights, and refuses all other reads."""
 
     def __init__(self) -> None:
         self.moved_gradients = MovedGradients()

@@ -20,6 +20,7 @@ from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adding_adapters
 from hf_lohan.huggingface.models.hub import Checkpoint, quantization_of
 from hf_lohan.huggingface.models.recipe import load_dtype, model_class_of, weightless_model
+from hf_lohan.model import MissedChangeError
 from hf_lohan.planning import StepShape, stock_fit
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.wording import format_bytes
@@ -64,6 +65,9 @@ def choose_place(
                 reason = "the stock Trainer has no float32 masters for weights in bfloat16; load them in float32"
             else:
                 return _by_plan(model, settings, args)
+        except MissedChangeError as error:
+            done = "trains this run in memory, with the stock Trainer, because it cannot be offloaded"
+            return TrainingPlace(True, f"offload={FITS_OR_NOT!r} {done}: {error}")
         except ValueError as error:
             reason = f"the step in memory cannot be planned: {error}"
     return TrainingPlace(False, f"offload={FITS_OR_NOT!r} offloads this run: {reason}")

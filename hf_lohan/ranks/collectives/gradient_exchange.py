@@ -188,7 +188,7 @@ class GradientExchange:
         self._error: BaseException | None = None
         self._is_closed = False
         self._awaited: list[int] = []
-        """For each chunk of which this rank has news: the ranks without news."""
+        """The ranks without news of a chunk of which this rank has news."""
         # Only the thread uses the attributes below.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []

@@ -39,7 +39,7 @@ CARRIES = ("control", "weights", "gradients", "tokens")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECTS_WITHIN = timedelta(seconds=60)
 _LEAVES_WITHIN_S = 2.0
-"""Threads leave a collective within 0.1 s, but later if other programs use all cores."""
+"""Seconds in which threads leave all lanes. It takes 0.1 s, but more if other programs use all cores."""
 _WITHOUT_EFFECT = {
     "LOHAN_SOCKET_IFNAME": f"set {INTERFACE_VARIABLE} to the network interface, and unset it",
     "LOHAN_RANKS_SECRET": "ranks trust their network as torch.distributed does, so close MASTER_PORT and the ports of "
