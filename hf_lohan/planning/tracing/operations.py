@@ -274,8 +274,9 @@ def _is_mutable(func: Operation) -> bool:
 def _written_by(func: Operation, args: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yield the arguments that a call writes to. Not counted are `set_`, with which parametrizations keep the values,
     and calls that change only the shape of a view, such as `t_`."""
-    is_view = isinstance(func, OpOverload) and (torch.Tag.inplace_view in func.tags or operation_name(func) == "set_")
-    if _is_mutable(func) and not is_view:
+    if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags or operation_name(func) == "set_":
+        return
+    if schema_of(func).is_mutable:
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from tensors_in(value)
