@@ -115,7 +115,7 @@ def test_auto_cuts_what_does_not_fit_and_a_resumed_run_keeps_the_number(
         assert_same_bits(run_long(tmp_path / "auto", {}, resume=point, **settings), auto)
     assert json.loads((tmp_path / "auto/lohan/plan.json").read_text())["chunk_tokens"] == number
     run_long(tmp_path / "auto", {"chunks.layers": 300}, resume=str(tmp_path / "auto/checkpoint-2"), **settings)
-    assert f"continues one with chunks of {number} tokens and has chunks.layers: 300" in caplog.text
+    assert f"this run has chunks.layers: 300 and continues a run with chunks of {number} tokens" in caplog.text
 
 
 class ProductNorm(torch.nn.Module):
