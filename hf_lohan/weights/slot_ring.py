@@ -154,12 +154,13 @@ class SlotRing(WeightSlots):
 
     def show(self, block: Block) -> None:
         """Make the block's parameters views of its pinned slot."""
+        part = next((part for part in block.slices if not part.is_whole), None)
+        assert part is None, f"{part.name} is in several blocks, so no single block can show it"
         slot = self.slot_of(block)
         if slot.shown is None:
             slot.shown = in_own_storage(slot.weights)
             slot.versions = {part.parameter: version_of(part.parameter) for part in block.slices}
         for part in block.slices:
-            assert part.is_whole, f"{part.name} is in several blocks, so no single block can show it"
             AbsentParameter.show(part.parameter, slot.shown[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> bool:

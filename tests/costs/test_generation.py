@@ -56,7 +56,7 @@ def test_too_little_memory_is_refused_with_numbers() -> None:
     with pytest.raises(BudgetError) as refusal:
         slots(LEAST - 1)
     assert str(refusal.value) == (
-        "gpu_memory of 529 B is too small: two layers and the embeddings or head that computes with them take "
+        "gpu_memory of 529 B is too small: two layers and the embeddings or head beside them take "
         "460 B, beside keys and values of 2 sequences of 1,000 tokens (70 B); set gpu_memory to at least 530 bytes "
         "(530 B), or generate fewer tokens or sequences"
     )

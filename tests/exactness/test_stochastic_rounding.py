@@ -91,7 +91,7 @@ def test_other_moments_and_an_exact_store_are_refused(tmp_path: Path) -> None:
         OffloadConfig.load(ROUNDED, optimizer_state_dtype="bfloat16")
     assert OffloadConfig.load({**ROUNDED, "optimizer_state_dtype": "int8"}).stochastic_rounding
     interrupt(trainer_with(tmp_path, InterruptAfter(2), offload={"stochastic_rounding": False}))
-    message = "a store with optimizer_state_dtype: float32, and this run has stochastic_rounding: true; set it as"
+    message = "a store with optimizer_state_dtype: float32, and this run has stochastic_rounding: true; use the setting"
     with pytest.raises(ForeignStoreError, match=message):
         trainer_with(tmp_path).train(resume_from_checkpoint="last_step")
     model = hf_lohan.from_pretrained(saved(tmp_path), bf16=True, offload={"ssd": str(tmp_path / "other")})

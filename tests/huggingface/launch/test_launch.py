@@ -130,7 +130,7 @@ def test_a_signal_that_ends_a_rank_ends_the_launcher(launched: Launched, monkeyp
         (["--config_file", "missing.yaml", "script.py"], "no accelerate config 'missing.yaml'"),
         (["--no_python", "script.py"], "--no_python"),
         (["--mixed_precision", "fp8", "script.py"], "mixed_precision='fp8' needs layers of another package"),
-        (["--num_processes", "5", "script.py"], "5 processes .* has 4 GPUs; start one for each"),
+        (["--num_processes", "5", "script.py"], "5 processes .* has 4 GPUs; start one process for each GPU"),
     ],
 )
 def test_commands_that_cannot_be_launched_are_refused(launched: Launched, command: list[str], message: str) -> None:
