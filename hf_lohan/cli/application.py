@@ -34,9 +34,12 @@ class _Commands(TyperGroup):
         """Print errors that the user can fix as one line on stderr, and exit with status 2."""
         try:
             return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # RuntimeErrors too; `--help` ends here, and must not import torch
+            raise
         except (ValueError, OSError, RuntimeError) as error:
-            # `StoreInUseError` is not imported here, because that imports torch, and `--help` needs no torch.
-            if isinstance(error, RuntimeError) and type(error).__name__ != "StoreInUseError":
+            from hf_lohan.files import StoreInUseError
+
+            if isinstance(error, RuntimeError) and not isinstance(error, StoreInUseError):
                 raise
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
