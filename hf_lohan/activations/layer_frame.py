@@ -115,12 +115,12 @@ class LayerFrame:
             if before is not None:
                 self._device.set_rng_state(before)
 
-    # Inputs, as autograd saves and restores them.
+    # Inputs and tensors of a compiled layer, as autograd saves and restores them.
 
-    def store_input(self, tensor: Tensor) -> Tensor | StoredTensor:
-        """Return the object that autograd saves instead of an input of the layer."""
-        placement = self._placements.get(INPUT, Placement.GPU)
-        if placement not in (Placement.CPU, Placement.SSD) or not is_swappable(tensor):
+    def store_saved(self, tensor: Tensor, name: str = INPUT) -> Tensor | StoredTensor:
+        """Return the object that autograd saves instead of a tensor with the placement of ``name``."""
+        placement = self._placements.get(name, Placement.GPU)
+        if placement not in (Placement.CPU, Placement.SSD) or not self._may_swap(tensor):
             return tensor
         swapped = self._swapper.swap_out(tensor, placement)
         if swapped is None:
@@ -128,7 +128,7 @@ class LayerFrame:
         self.stored.append(swapped)
         return swapped
 
-    def load_input(self, saved: Tensor | StoredTensor) -> Tensor:
+    def load_saved(self, saved: Tensor | StoredTensor) -> Tensor:
         self.begin_backward()
         tensor: Tensor = self._load(saved)
         return tensor
@@ -161,10 +161,13 @@ class LayerFrame:
             self._rng_after[name] = self._device.rng_state()
 
     def _store(self, tensor: Tensor, placement: Placement) -> StoredTensor | None:
-        # Attention returns a generator's seed, which may be on the host.
-        if placement is Placement.GPU or not is_swappable(tensor) or tensor.device != self._device.torch_device:
+        if placement is Placement.GPU or not self._may_swap(tensor):
             return KeptTensor(tensor)
         return self._swapper.swap_out(tensor, placement)
+
+    def _may_swap(self, tensor: Tensor) -> bool:
+        # Attention returns a generator's seed, which may be on the host.
+        return is_swappable(tensor) and tensor.device == self._device.torch_device
 
     def protect(self, tensors: Iterable[Tensor]) -> None:
         """Preserve the stored tensors among ``tensors`` before an operation overwrites them."""

@@ -99,6 +99,12 @@ class ActivationSwapper:
         return self._spill.intervals.in_use if self._spill is not None else 0
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes that could be swapped out now, to RAM and to the SSD."""
+        in_ram = self._ram.num_bytes - self._ram.bytes_in_use - self._ram.top_bytes_in_use
+        return in_ram + self.ssd_bytes - self.ssd_bytes_in_use
+
+    @property
     def high_water_bytes(self) -> int:
         """Largest amount of host memory that was in use at once."""
         staging = self._spill.staging.high_water_bytes if self._spill is not None else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.layer_runs.module_state import repeatable
+from hf_lohan.activations.saved_graph import SavedGraph, SavedView
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.compat.torch_private import tree_leaves, version_of
 from hf_lohan.costs import (
     FETCH_AHEAD,
+    GRAPH,
     INPUT,
     LAYERS_LEAVING,
     ActivationPlacements,
@@ -39,6 +42,14 @@ class SavedInput:
     def __init__(self, frame: LayerFrame, stored: Any) -> None:
         self.frame = frame
         self.stored = stored
+
+    def load(self) -> Tensor:
+        return self.frame.load_saved(self.stored)
+
+
+class _OfThread(threading.local):
+    pack: Callable[[Tensor], Tensor | SavedInput | SavedView] | None = None
+    """Returns the object to save instead of a tensor, while a layer saves its input or its graph's tensors."""
 
 
 class ActivationTiers:
@@ -62,7 +73,7 @@ class ActivationTiers:
         """The traces, or None if layers are not traced."""
         self._frames: list[weakref.ref[LayerFrame]] = []
         self._forward_number = 0
-        self._saving: tuple[LayerFrame, int] | None = None
+        self._saving = _OfThread()  # micro-batches that run together have a thread each
         self.runs_in_chunks: dict[nn.Module, Callable[[tuple[Any, ...], Any], bool]] = {}
         """Maps a layer that may run in chunks to a function that returns whether a call runs in chunks. The function
         gets the call's positional arguments and the function that `run_layer` gets."""
@@ -70,6 +81,9 @@ class ActivationTiers:
         """Maps these layers to a function that calls another function while the layer runs whole."""
         self.compiled: dict[nn.Module, Callable[[Any], Any]] = {}
         """Maps a compiled layer to a function that returns the compiled form of the function that `run_layer` gets."""
+        self._graph_bytes: dict[str, tuple[int, int]] = {}
+        """For each compiled layer, the number of the last forward that did not recompute it, and the bytes that this
+        forward saved without the layer's input."""
 
     def watch(self) -> Mapping[str, LayerTrace]:
         """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
@@ -103,7 +117,7 @@ class ActivationTiers:
         layer = _layer_of(function)
         if layer is not None and layer in self.runs_in_chunks and self.runs_in_chunks[layer](args, function):
             return function(*args)  # its chunks are run again instead
-        is_compiled = layer in self.compiled
+        is_compiled, given = layer in self.compiled, function
         if layer is not None and is_compiled:
             function = self.compiled[layer](function)
         elif layer is not None and layer in self.run_whole:  # also in a recomputation, after chunks were chosen
@@ -113,9 +127,9 @@ class ActivationTiers:
             return function(*args)
         placements = self._placements.get(name, {}) if name is not None else {}
         trace = None if is_compiled else self._trace
-        if is_compiled:
-            placements = {INPUT: placements[INPUT]} if INPUT in placements else {}
-        function = repeatable(function, layer, name or type(layer or function).__name__)
+        saves_graph = is_compiled and self._has_room_for_graph(name, placements)
+        if not saves_graph:
+            function = repeatable(function, layer, name or type(layer or function).__name__)
         if name is None or (trace is None and not placements):
             return checkpoint(function, *args, use_reentrant=False)
         self._let_earlier_layers_leave()
@@ -123,14 +137,19 @@ class ActivationTiers:
         if trace is not None:
             trace.setdefault(name, LayerTrace()).begin(hidden)
         frame = self._new_frame(name, placements)
-        if hidden is not None:
-            self._saving = frame, hidden.data_ptr()
         version = None if hidden is None else version_of(hidden)
-        contexts = frame.contexts_of_whole if is_compiled else frame.contexts
         try:
-            output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+            if saves_graph:
+                graph = SavedGraph(frame, hidden, _tensors_beside(layer, given, args))
+                self._saving.pack = graph.pack
+                output = function(*args)
+                self._graph_bytes[name] = self._forward_number, graph.num_bytes
+            else:
+                self._saving.pack = None if hidden is None else partial(_pack_input, frame, hidden.data_ptr())
+                contexts = frame.contexts_of_whole if is_compiled else frame.contexts
+                output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
         finally:
-            self._saving = None
+            self._saving.pack = None
         if is_compiled and frame.swapped and hidden is not None and version_of(hidden) != version:
             raise RuntimeError(
                 f"the compiled layer {name} writes to its input, which may not have left the device yet; leave "
@@ -140,6 +159,18 @@ class ActivationTiers:
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self.swapper.mark(name)
         return output
+
+    def _has_room_for_graph(self, name: str | None, placements: LayerPlacements) -> bool:
+        """Return whether a compiled layer keeps or swaps what its graph saves. Without room it is recomputed."""
+        placement = placements.get(GRAPH, Placement.RECOMPUTE)
+        if name is None or placement not in _SWAPPED:
+            return placement is Placement.GPU
+        return self.swapper.free_bytes >= self._graph_bytes.get(name, (0, 0))[1]
+
+    @property
+    def graph_bytes(self) -> dict[str, int]:
+        """Bytes that compiled layers saved in the last forward without their inputs. Recomputed layers are left out."""
+        return {name: size for name, (number, size) in self._graph_bytes.items() if number == self._forward_number}
 
     # Layers in chunks (`ChunkFrames`). Each chunk has a frame, and the placements apply to every chunk.
 
@@ -180,7 +211,7 @@ class ActivationTiers:
 
     def begin_forward(self) -> None:
         """Begin a forward of the model. A loss or an error may keep frames of earlier forwards alive."""
-        self._saving = None
+        self._saving.pack = None
         self._device.arena.begin_pass("forward")
         self._forward_number += 1
         self.swapper.begin_forward()
@@ -204,20 +235,17 @@ class ActivationTiers:
 
     # Hooks for tensors that autograd saves outside the layers.
 
-    def pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        """Return the object to save instead of ``tensor``. A layer's input may be swapped; other tensors are kept."""
-        if self._saving is None or tensor.data_ptr() != self._saving[1] or not tensor.is_floating_point():
-            return tensor
-        frame = self._saving[0]
-        stored = frame.store_input(tensor)
-        return tensor if stored is tensor else SavedInput(frame, stored)
+    def pack(self, tensor: Tensor) -> Tensor | SavedInput | SavedView:
+        """Return the object to save instead of ``tensor``. A layer's input and the tensors of its graph may be swapped;
+        other tensors are kept."""
+        return tensor if self._saving.pack is None else self._saving.pack(tensor)
 
-    def unpack(self, saved: SavedInput) -> Tensor:
+    def unpack(self, saved: SavedInput | SavedView) -> Tensor:
         """Return the tensor that was packed."""
-        return saved.frame.load_input(saved.stored)
+        return saved.load()
 
     def _end_saving(self) -> None:
-        self._saving = None
+        self._saving.pack = None
 
     def begin_backward(self, frame: LayerFrame) -> None:
         if frame.is_in_backward:
@@ -268,6 +296,23 @@ def _layer_of(function: Any) -> nn.Module | None:
         function = function.func
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def _pack_input(frame: LayerFrame, address: int, tensor: Tensor) -> Tensor | SavedInput:
+    if tensor.data_ptr() != address or not tensor.is_floating_point():
+        return tensor
+    stored = frame.store_saved(tensor)
+    return tensor if stored is tensor else SavedInput(frame, stored)
+
+
+def _tensors_beside(layer: nn.Module | None, function: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Iterate over the tensors that a layer's forward gets beside its input and its weights."""
+    yield from () if layer is None else layer.buffers()
+    given: list[Any] = [*args[1:]]
+    while isinstance(function, partial):
+        given += (function.args, function.keywords)
+        function = function.func
+    yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, int]:

@@ -142,8 +142,6 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         widest = max(ways, key=lambda way: way.within != "exact")
         config = replace(config, ranks=replace(config.ranks, collectives=widest))
     config = activations_kept_if_needed(model, config)
-    if request.fused == "compile" and config.activations in ("auto", "swap"):  # compiled layers are recomputed whole
-        config = replace(config, activations="inputs")
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:
         check_together(model)

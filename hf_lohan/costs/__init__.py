@@ -27,7 +27,7 @@ from hf_lohan.costs.hardware_profile import (
     SsdProfile,
     with_changed,
 )
-from hf_lohan.costs.model_profile import BlockProfile, ExpertsProfile, Fusion, ModelProfile, OperationProfile
+from hf_lohan.costs.model_profile import GRAPH, BlockProfile, ExpertsProfile, Fusion, ModelProfile, OperationProfile
 from hf_lohan.costs.offload_plan import (
     FETCH_AHEAD,
     INPUT,

@@ -11,6 +11,8 @@ from hf_lohan.costs.cuts import owned_experts
 from hf_lohan.costs.pool_plan import SizeClass
 
 Fusion: TypeAlias = Literal["compile", "liger"]
+GRAPH = "graph"
+"""The name of the one operation of a compiled layer, which stands for the layer's whole forward."""
 
 
 def expected_hits(num_experts: int, num_chosen: int, num_tokens: float, chances: Sequence[float] = ()) -> float:
@@ -128,10 +130,16 @@ class OperationProfile:
     """Measured seconds; None before the measurement."""
     loads_experts: bool = False
     """Whether recomputation loads all chosen experts of the layer again."""
+    parts: tuple[OperationProfile, ...] = ()
+    """The products and attentions of a compiled layer (`GRAPH`); empty for other operations."""
+    moved_bytes: int = 0
+    """Bytes that the other operations of a compiled layer read and write; 0 for other operations."""
 
     @property
     def attention_flops(self) -> float:
         """FLOPs of fused attention; 0 for other operations. Only attention kernels have "attention" in their names."""
+        if self.parts:
+            return sum(part.attention_flops for part in self.parts)
         return self.flops if "attention" in self.name else 0.0
 
 
@@ -164,6 +172,9 @@ class BlockProfile:
     FLOPs."""
     fused_bytes: tuple[tuple[Fusion, int], ...] = ()
     """`moved_bytes` with each way to fuse the other operations (`ModelProfile.fused`). Empty outside the layers."""
+    graph_bytes: int = 0
+    """Estimated bytes that the layer saves if it is compiled, without weights and input. The graph saves inputs and
+    outputs of products and attention, and recomputes other tensors. 0 outside the layers."""
     num_chunks: int = 1
     """Number of chunks of tokens in which a layer runs. FLOPs and bytes above count all chunks. `working_bytes` counts
     one chunk, and the memory that the layer holds for all chunks."""
@@ -230,6 +241,18 @@ class BlockProfile:
     def output_bytes(self) -> int:
         """Bytes of all outputs that can be kept or swapped instead of recomputed."""
         return sum(operation.output_bytes for operation in self.operations)
+
+
+def _as_graph(block: BlockProfile) -> BlockProfile:
+    operation = OperationProfile(
+        name=GRAPH,
+        flops=block.flops,
+        output_bytes=block.graph_bytes,
+        forward_s=block.forward_s,
+        parts=block.operations,
+        moved_bytes=block.moved_bytes,
+    )
+    return replace(block, operations=(operation,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,11 +348,24 @@ class ModelProfile:
 
     def fused(self, how: Fusion) -> ModelProfile:
         """Return this profile with layers whose operations between products are fused. "compile": consecutive
-        operations are one kernel, as with `torch.compile` at best. "liger": operations of each module are one kernel,
-        as with Liger's kernels for norms, gates and positions."""
+        operations are one kernel, as with `torch.compile` at best, and a layer is one operation, unless its experts
+        stream one by one. "liger": operations of each module are one kernel, as with Liger's kernels for norms, gates
+        and positions."""
         blocks = (
             replace(block, moved_bytes=dict(block.fused_bytes).get(how, block.moved_bytes)) for block in self.blocks
         )
+        if how == "compile":
+            blocks = (_as_graph(block) if block.graph_bytes else block for block in blocks)
+        return replace(self, blocks=tuple(blocks))
+
+    def with_graphs_saving(self, factor: float) -> ModelProfile:
+        """Return this profile with compiled layers that save ``factor`` times the bytes."""
+
+        def scaled(operation: OperationProfile) -> OperationProfile:
+            is_graph = operation.name == GRAPH
+            return replace(operation, output_bytes=round(factor * operation.output_bytes)) if is_graph else operation
+
+        blocks = (replace(block, operations=tuple(map(scaled, block.operations))) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
     def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:

@@ -29,6 +29,8 @@ class StepsSoFar:
     """Whether the last step had batches of about the planned length. If lengths vary, other steps are not timed."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Number of tokens of each expert, by name of the layer, if experts stream one by one."""
+    saved_share: float = 1.0
+    """The bytes that compiled layers saved, in units of the planned bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +170,7 @@ class FollowedPlan:
 
     def _steps_so_far(self) -> StepsSoFar:
         is_short = self._has_longer_batches and HEADROOM * self._step_tokens < self._planned_tokens
-        return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
+        return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing(), self.memory.saved_share)
 
     def begin_evaluation(self) -> None:
         """Begin a forward without gradients. Call this before the forward loads weights. Copies in RAM are filled only

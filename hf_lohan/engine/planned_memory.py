@@ -15,7 +15,7 @@ from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
-from hf_lohan.costs import ActivationPlacements, BudgetError
+from hf_lohan.costs import GRAPH, ActivationPlacements, BudgetError
 from hf_lohan.device import BufferPool
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.tiers import Tiers
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 HEADROOM = 1.25
 """Memory is allocated for this multiple of the planned batch, because later batches may be longer."""
+_MOST_IN_GRAPH = 64
+"""More tensors than a compiled layer saves."""
 _SPILL_NAME = "activations"
 _SIGNS = ("CUDA out of memory.", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRIED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMG]iB)")
@@ -153,6 +155,16 @@ class PlannedMemory:
         if self._end_watching():
             self._swap_traced_layers()
 
+    @property
+    def saved_share(self) -> float:
+        """The bytes that compiled layers saved in the last forward, in units of the planned bytes. 1.0 if they saved
+        nothing, or if the last batch did not have the planned shape."""
+        planned, shape, saved = self._planned, self.last_shape, self._activations.graph_bytes
+        if planned is None or shape is None or shape.size != planned.shape.size:
+            return 1.0
+        planned_bytes = sum(self.sizes.get(name, {}).get(GRAPH, 0) for name in saved)
+        return sum(saved.values()) / planned_bytes if planned_bytes else 1.0
+
     def _end_watching(self) -> bool:
         """End tracing and return whether a whole step was traced. A forward without a backward does not count."""
         if not self._activations.is_watching or not any(layer.recomputed for layer in self.trace.values()):
@@ -210,7 +222,8 @@ class PlannedMemory:
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # Each tensor begins at a granule, so it may take up to one granule more than its bytes.
-        num_tensors = self.num_together * sum(map(len, self.sizes.values())) * self._num_chunks
+        num_names = sum(_MOST_IN_GRAPH if name == GRAPH else 1 for sizes in self.sizes.values() for name in sizes)
+        num_tensors = self.num_together * num_names * self._num_chunks
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:

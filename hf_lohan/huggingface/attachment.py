@@ -258,7 +258,9 @@ class _PlannedSteps:
 
     def began(self, steps: StepsSoFar) -> PlannedStep | None:
         self._timeouts.step_began()
-        return self._plan.step_began(steps.clip_rate, steps.routing, is_as_planned=steps.is_as_planned)
+        return self._plan.step_began(
+            steps.clip_rate, steps.routing, is_as_planned=steps.is_as_planned, saved_share=steps.saved_share
+        )
 
 
 class _RunFacts:

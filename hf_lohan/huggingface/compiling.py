@@ -1,7 +1,7 @@
 """Compiles layers with `torch.compile`, as accelerate's regional compilation does: each kind of layer once.
 
-A graph gets a layer's weights as arguments, so the weights may be in any slot. A compiled layer is recomputed whole.
-The input of a compiled layer may be swapped, but not outputs within the layer, because a graph hides its operations.
+A graph gets a layer's weights as arguments, so the weights may be in any slot. It hides its operations, so the tensors
+that it saves for its backward are kept, swapped or recomputed together.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
         engine.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     if plan is not None:
         plan.compile_layers()
-    if engine.config.activations == "swap":
-        logger.warning("activations: swap moves only the inputs of compiled layers, which are recomputed whole")
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     logger.info("torch.compile compiles each kind of layer once (%s), in the first steps", kinds)
 

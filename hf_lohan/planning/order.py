@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.config import OffloadConfig
-from hf_lohan.costs import BlockProfile, ModelProfile, SizeClass
+from hf_lohan.costs import BlockProfile, ModelProfile, OperationProfile, SizeClass
 from hf_lohan.model import base_of
 from hf_lohan.model.discovery import find_layers
 
@@ -137,6 +137,15 @@ def profile_together(one: ModelProfile, number: int) -> ModelProfile:
         return one
     waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
 
+    def of_all(operation: OperationProfile) -> OperationProfile:
+        return replace(
+            operation,
+            flops=number * operation.flops,
+            output_bytes=number * operation.output_bytes,
+            parts=tuple(map(of_all, operation.parts)),
+            moved_bytes=number * operation.moved_bytes,
+        )
+
     def together(block: BlockProfile) -> BlockProfile:
         is_layer = block.size_class is SizeClass.LAYER
         of_each = (
@@ -151,10 +160,7 @@ def profile_together(one: ModelProfile, number: int) -> ModelProfile:
             block,
             **{name: number * getattr(block, name) for name in of_each},
             working_bytes=waiting_bytes + block.working_bytes if block.working_bytes else 0,
-            operations=tuple(
-                replace(operation, flops=number * operation.flops, output_bytes=number * operation.output_bytes)
-                for operation in block.operations
-            ),
+            operations=tuple(map(of_all, block.operations)),
             experts=block.experts and replace(block.experts, num_tokens=number * block.experts.num_tokens),
             rows=block.rows
             and replace(

@@ -131,6 +131,8 @@ class RunPlan:
         self._num_before_trial = 0
         self._failure = ""
         """Why the last step could not be planned."""
+        self._saved_share = 1.0
+        """See `_StepPlanner`."""
         self._routing: Mapping[str, Sequence[int]] = {}
         """Number of tokens of each expert in the timed steps, by layer."""
 
@@ -148,10 +150,8 @@ class RunPlan:
             self.cut_layers(setting)
 
     def compile_layers(self) -> None:
-        """Plan compiled layers, which are recomputed whole, and are not cut into chunks."""
+        """Plan compiled layers, which are kept, swapped or recomputed whole, and are not cut into chunks."""
         self.chunks, self.fused = None, "compile"
-        if self._config.activations in ("auto", "swap"):
-            self._config = replace(self._config, activations="inputs")
 
     def cut_layers(self, chunk_tokens: int | None) -> None:
         """Run layers in chunks of this number of tokens from now on."""
@@ -337,6 +337,7 @@ class RunPlan:
                     chunks=self.chunks,
                     chunk_tokens=self.chunk_tokens,
                     fused=self.fused,
+                    saved_share=self._saved_share,
                 )
             if now is None or computing is None:
                 return planned
@@ -352,12 +353,18 @@ class RunPlan:
             return None
 
     def step_began(
-        self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None, *, is_as_planned: bool = True
+        self,
+        clip_rate: float,
+        routing: Mapping[str, Sequence[int]] | None = None,
+        *,
+        is_as_planned: bool = True,
+        saved_share: float = 1.0,
     ) -> PlannedStep | None:
         """Time the previous step. After enough steps, plan again with the measured rates and ``routing`` (by layer, the
         number of tokens of each expert), and return the new plan. A plan with other placements or another clipping mode
         is on trial first. If its steps are longer, return the previous plan. ``is_as_planned``: whether the previous
-        step had batches of the planned length, so that its time counts."""
+        step had batches of the planned length, so that its time counts. ``saved_share``: the bytes that compiled layers
+        saved in it, in units of the planned bytes."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None and is_as_planned:
             self._steps.append(now.since(self._before))
@@ -370,19 +377,27 @@ class RunPlan:
             return self._judge(self.now, self._tried_after, tried_s)
         # The plan may expect steps that clip, although none of the last steps clipped.
         if are_timed or (self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate):
-            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
+            return self._correct(
+                self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {}, saved_share
+            )
         return None
 
     def _correct(
-        self, now: PlannedStep, measured: StepTimes, clip_rate: float, routing: Mapping[str, Sequence[int]]
+        self,
+        now: PlannedStep,
+        measured: StepTimes,
+        clip_rate: float,
+        routing: Mapping[str, Sequence[int]],
+        saved_share: float,
     ) -> PlannedStep | None:
-        """Plan again with the rates that the run has measured."""
+        """Plan again with the rates and bytes that the run has measured."""
         self._routing = _of_layers(now.profile, routing)
-        now = replace(now, profile=now.profile.routed(self._routing))
+        self._saved_share *= saved_share
+        now = replace(now, profile=now.profile.routed(self._routing).with_graphs_saving(saved_share))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
             now = replace(now, plan=replace(now.plan, clip="defer"))  # as in the timed steps
         hardware = corrected_hardware(now, measured)
-        if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
+        if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing and saved_share == 1.0:
             return None
         again = plan_again(now, hardware, clip_rate)
         stays = _scaled_to_measured(replace(again, plan=now.plan), measured.step_s)

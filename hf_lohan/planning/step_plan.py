@@ -60,6 +60,11 @@ class StepShape:
     num_together: int = 1
     """Number of micro-batches in a group. All forwards of a group run before its first backward."""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of rows of a micro-batch, and their length."""
+        return self.batch_size, self.sequence_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
@@ -189,6 +194,8 @@ class _StepPlanner:
     compares nothing with training in memory."""
     fused: Fusion | None = None
     """How layers fuse the operations between matrix products."""
+    saved_share: float = 1.0
+    """The measured bytes that compiled layers save, in units of the profile's estimate."""
 
     def plan(self) -> PlannedStep:
         setting, chunk_tokens, advice = self.config.chunks.layers, self.chunk_tokens, None
@@ -261,7 +268,7 @@ class _StepPlanner:
         """Return the profile for a number of tokens in a chunk, or with None for whole layers."""
         blocks, num_ranks = self.layout.model_blocks, self.config.ranks.per_row
         profile = self._trace(chunk_tokens).profile
-        profile = profile if self.fused is None else profile.fused(self.fused)
+        profile = profile if self.fused is None else profile.fused(self.fused).with_graphs_saving(self.saved_share)
         if self.config.activations == "keep":
             profile = made_again(profile)
         if num_ranks > 1:

@@ -24,6 +24,7 @@ from hf_lohan.costs.offload_plan import MOST_LOST_S
 from hf_lohan.costs.search import plan_search
 from hf_lohan.costs.search.plan_search import AS_FAST, COMMIT_FRACTION, LITTLE_S
 from hf_lohan.costs.step.step_costs import SHARED_CORES_EFFICIENCY, lending_layers
+from hf_lohan.planning.order import profile_together
 
 # One layer: P = 100 parameters (200 bytes), 1000 FLOPs in products, 10 elsewhere; input 50 bytes, outputs 100 and 200.
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
@@ -209,6 +210,31 @@ def test_elementwise_operations_take_time_and_are_recomputed() -> None:
     step = predict(hardware, paper_setup(), model)
     assert step.forward_s == pytest.approx(1010 / 100 + 4)
     assert step.backward_s == pytest.approx(2 * (1010 / 100 + 4) + 400 / 100 + 4)
+
+
+def test_a_compiled_layer_is_swapped_or_recomputed_whole() -> None:
+    """Its graph saves 400 bytes beside the input. Recomputation has all 1010 FLOPs, and the 50 bytes that move."""
+    hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, device=replace(hardware.device, memory_bytes_per_s=25.0))
+    block = replace(MODEL.blocks[0], moved_bytes=100, fused_bytes=(("compile", 50),), graph_bytes=400)
+    compiled = replace(MODEL, blocks=(block,)).fused("compile")
+    again = predict(hardware, paper_setup(), compiled, swapped_bytes=449)
+    assert (again.swapped_bytes, again.recomputed_flops) == (50, 1010)
+    assert again.backward.compute_s == pytest.approx(3 * (1010 / 100 + 2))
+    swapped = predict(hardware, paper_setup(), compiled, swapped_bytes=450)
+    assert (swapped.swapped_bytes, swapped.recomputed_flops) == (450, 0)
+    assert swapped.backward.compute_s == pytest.approx(2 * (1010 / 100 + 2))
+    assert predict(hardware, paper_setup(), compiled.with_graphs_saving(0.5), swapped_bytes=250).swapped_bytes == 250
+    assert MODEL.with_graphs_saving(0.5) == MODEL
+
+
+def test_a_compiled_layer_has_the_attention_of_its_parts() -> None:
+    (layer,) = MODEL.blocks
+    parts = replace(layer.operations[0], name="aten.scaled_dot_product_attention#0"), layer.operations[1]
+    model = replace(MODEL, blocks=(replace(layer, operations=parts, graph_bytes=400),))
+    assert model.fused("compile").layers[0].attention_flops == 600
+    together = profile_together(model.fused("compile"), 2).layers[0]
+    assert (together.attention_flops, together.operations[0].output_bytes) == (1200, 800)
 
 
 def measured(operation: OperationProfile) -> OperationProfile:

@@ -17,7 +17,7 @@ from engines import open_engine, resolved
 from torch import Tensor
 
 from hf_lohan.activations.tiers import Sizes
-from hf_lohan.costs import Placement
+from hf_lohan.costs import GRAPH, INPUT, Placement
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attention import run_layers_in_chunks
@@ -43,6 +43,8 @@ MODES: dict[str, dict[str, Any]] = {
 IN_CHUNKS: dict[str, Any] = {"max_norm": 0.5, "num_backwards": 2, "recompute": True}
 """Of the modes that `MODES` does not have, in which layers run in chunks. The order of sums, and thus the bits, differ
 from those in memory."""
+SAVED_TENSORS = "swap of saved tensors"
+"""The mode in which layers swap what autograd saves, as compiled layers do. It has the settings of `IN_CHUNKS`."""
 SMALL: dict[str, Any] = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "_io_threads": 2, "experts": "with_layer"}
 BOUND_MEMORY = ("drain",)
 """These waits only limit memory. Without them the forward does not wait until activations have left the device."""
@@ -126,7 +128,9 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
     engine = open_engine(model, layout, config, device)
     if settings["recompute"] and mode != "held":
         enable_recompute(model, engine)
-    if mode not in MODES:
+    if mode == SAVED_TENSORS:
+        engine.activations.compiled.update(dict.fromkeys(model.model.layers, lambda function: function))
+    elif mode not in MODES:
         layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
         run_layers_in_chunks(model, engine.activations, layers).cut(6)
     try:
@@ -208,6 +212,14 @@ def test_late_copies_change_no_bit_of_chunks(
     outcome, sizes = in_chunks
     device = AsyncDevice(seed, max_delay_s=5e-4)
     assert same(run("llama", mode, device, tmp_path, sizes if "swap" in mode else None), outcome)
+    assert device.num_races == 0
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_late_copies_change_no_bit_of_saved_tensors(seed: int, tmp_path: Path) -> None:
+    sizes = {f"model.layers.{number}": {INPUT: 1 << 16, GRAPH: 1 << 19} for number in range(3)}
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    assert same(run("llama", SAVED_TENSORS, device, tmp_path, sizes), reference("llama", "swap"))
     assert device.num_races == 0
 
 

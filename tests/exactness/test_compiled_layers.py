@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import TorchDynamoPlugin, compile_regions
+from interrupted_runs import COMMIT_EACH_STEP, InterruptAfter, interrupt
 from packed_bases import packed_and_decoded
 from peft import LoraConfig, get_peft_model
 from short_runs import short_arguments
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
-from hf_lohan.costs import Quantization
+from hf_lohan.costs import Placement, Quantization, SizeClass
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.compiling import check_compiling, compile_model
@@ -155,6 +156,56 @@ def test_inputs_are_swapped(family: str, tmp_path: Path) -> None:
     engine.close()
 
 
+KEPT, SWAPPED, SPILLED, AGAIN = Placement.GPU, Placement.CPU, Placement.SSD, Placement.RECOMPUTE
+
+
+def placed(engine: OffloadEngine, *places: Placement) -> None:
+    """Place what each layer's graph saves, in place of the plan."""
+    names = [block.name for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]
+    of_layers = {
+        name: {"input": SWAPPED if place is AGAIN else place, "graph": place}
+        for name, place in zip(names, places, strict=True)
+    }
+    follow = engine.activations.set_placements
+    engine.activations.set_placements = lambda _planned: follow(of_layers)  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+def test_tensors_that_graphs_save_are_swapped(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """GPT-2 saves three views of one tensor."""
+    models = [model_of(family).to(dtype).train() for _ in range(2)]
+    settings = {"experts": "with_layer"} if family == "qwen3_moe" else {}
+    engine = check_against_memory(*models, tmp_path, activations="swap", **settings)
+    plan = run_plan_of(engine)
+    assert plan is not None and plan.plan is not None
+    assert all(of_layer["graph"] in (SWAPPED, SPILLED) for of_layer in plan.plan.activations.values())
+    of_step = sum(engine.activations.graph_bytes.values())
+    assert of_step > 0 and engine.activations.swapper.swapped_bytes > 8 * 0.95 * of_step
+    assert counters["stats"]["unique_graphs"] <= 3
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_have_places_of_their_own(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is recomputed, one goes to the SSD, and one stays on the device. Batches have several lengths."""
+    models = [model_of(family).train() for _ in range(2)]
+    made = offload
+
+    def offload_and_place(*args: Any, **settings: Any) -> OffloadEngine:
+        engine = made(*args, **settings)
+        placed(engine, AGAIN, SPILLED, KEPT)
+        return engine
+
+    monkeypatch.setitem(globals(), "offload", offload_and_place)
+    engine = check_against_memory(*models, tmp_path, activations="swap", lengths=(16, 24, 40, 32, 20))
+    assert len(engine.activations.graph_bytes) == 2
+    assert engine.activations.swapper.swapped_bytes and counters["stats"]["unique_graphs"] <= 6
+    engine.close()
+
+
 @pytest.mark.slow
 def test_lengths_are_compiled_twice_at_most(tmp_path: Path) -> None:
     models = [model_of("llama").train() for _ in range(2)]
@@ -232,6 +283,34 @@ def test_trainer_compiles_and_evaluates_as_the_stock_trainer(tmp_path: Path, mon
     assert logs[0] == logs[1]
     engine = engine_of(ours)
     assert engine is not None and len(engine.activations.compiled) == 2
+    for name, parameter in stock_model.named_parameters():
+        assert torch.equal(engine.parameters.read_parameter(name), parameter), name
+    engine.close()
+
+
+@pytest.mark.slow
+def test_swapped_graphs_train_on_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches a step, and clipping. The interrupt comes between the micro-batches of the third step."""
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "torch_compile": True}
+    data = {"train_dataset": tiny_rows(16)}
+    stock_model = tiny_model("gpt2", num_layers=2)
+    models = [copy.deepcopy(stock_model) for _ in range(2)]
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    stock = transformers.Trainer(stock_model, short_arguments(tmp_path / "stock", **settings), **data)
+    stock.train()
+    folder, offload = tmp_path / "ours", {**COMMIT_EACH_STEP, "activations": "swap"}
+    callbacks = [InterruptAfter(2)]
+    first = hf_lohan.Trainer(
+        models[0], short_arguments(folder, **settings), offload=offload, callbacks=callbacks, **data
+    )
+    interrupt(first)
+    torch.compiler.reset()
+    second = hf_lohan.Trainer(models[1], short_arguments(folder, **settings), offload=offload, **data)
+    second.train(resume_from_checkpoint=True)
+    engine = second.offload_engine
+    logs = [[(row["loss"], row["grad_norm"]) for row in t.state.log_history if "loss" in row] for t in (stock, second)]
+    assert logs[0] == logs[1]
+    assert len(engine.activations.graph_bytes) == 2 and engine.activations.swapper.swapped_bytes
     for name, parameter in stock_model.named_parameters():
         assert torch.equal(engine.parameters.read_parameter(name), parameter), name
     engine.close()

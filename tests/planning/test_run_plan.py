@@ -11,8 +11,10 @@ from engines import resolved
 
 from hf_lohan.annexes.studies import Studies
 from hf_lohan.costs import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
-from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
+from hf_lohan.device import CpuDevice
+from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out, plan_step
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
+from hf_lohan.planning.run_plan import NUM_STEPS_BEFORE, NUM_STEPS_TIMED
 from hf_lohan.planning.step_plan import plan_again
 from hf_lohan.ranks import Ranks
 from hf_lohan.testing.models import tiny_model
@@ -144,3 +146,21 @@ def test_a_solver_of_one_rank_is_refused_for_several(tmp_path: Path) -> None:
     config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="2MiB", _solver="migration")
     with pytest.raises(ValueError, match="plans the lanes of one rank, and this run has 2; set solver to auto"):
         lay_out(tiny_model("llama"), config, working_dtype=torch.float32, hold_gradients=True, ranks=Ranks(0, 2, 0, 2))
+
+
+def test_the_bytes_of_graphs_are_corrected(tmp_path: Path) -> None:
+    """The run saves half of the estimate. Later plans of the run know it."""
+    model, config = tiny_model("llama"), resolved(tmp_path, cpu_memory="4MiB", gpu_memory="2MiB", activations="swap")
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
+    plan = RunPlan(model, layout, config, CpuDevice(), "step")
+    plan.compile_layers()
+    first = plan.plan_batches(StepShape(2, 16))
+    assert first is not None
+    graphs = [sizes["graph"] for sizes in first.activation_bytes.values()]
+    assert all(graphs)
+    for _ in range(NUM_STEPS_BEFORE + NUM_STEPS_TIMED):
+        plan.step_began(0.0, saved_share=0.5)
+    assert plan.now is not None
+    for after in (plan.now, plan.plan_batches(StepShape(2, 16))):
+        assert after is not None
+        assert [sizes["graph"] for sizes in after.activation_bytes.values()] == [number // 2 for number in graphs]

@@ -141,14 +141,14 @@ class LayerRun:
         """Return the object that is kept for the layer's input."""
         frames, name = self._chunk_frames, self._layer.name
         frame = self._input_frame = None if frames is None else frames.begin_input(name)
-        stored = hidden if frame is None else frame.store_input(hidden)
+        stored = hidden if frame is None else frame.store_saved(hidden)
         if self._layer.frames is not None:
             self._layer.frames.end_layer(name)
         return stored
 
     def load_input(self, stored: StoredTensor) -> Tensor:
         assert self._input_frame is not None
-        return self._input_frame.load_input(stored)
+        return self._input_frame.load_saved(stored)
 
     def call(
         self, hidden: Tensor, tokens: TokenRange, cache: ChunkKeys | None, *, only_keys: bool = False

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from hf_lohan.costs.collectives import ONE_RANK, SUM_BYTES
 from hf_lohan.costs.hardware_profile import HardwareProfile, with_changed
-from hf_lohan.costs.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.costs.model_profile import GRAPH, BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.costs.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
 from hf_lohan.costs.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
 from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
@@ -133,10 +133,10 @@ def decoded_per_s(hardware: HardwareProfile) -> float:
 
 
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
-    """Return the seconds of one product or attention."""
+    """Return the seconds of one product or attention, or of a compiled layer."""
     if operation.forward_s is not None:
         return operation.forward_s
-    return hardware.device.compute_s(operation.flops, operation.attention_flops)
+    return hardware.device.compute_s(operation.flops, operation.attention_flops) + _elementwise_s(operation, hardware)
 
 
 def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
@@ -148,7 +148,9 @@ def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     """Return the seconds of the operations that a layer's backward always recomputes, which are all except products and
-    attention."""
+    attention. A compiled layer has none."""
+    if any(operation.name == GRAPH for operation in block.operations):
+        return 0.0
     operations_s = [operation.forward_s for operation in block.operations]
     if block.forward_s is None or None in operations_s:
         return _elementwise_s(block, hardware)
@@ -157,9 +159,9 @@ def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     return max(0.0, block.forward_s - listed_s - not_listed_flops / hardware.device.flops_per_s)
 
 
-def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+def _elementwise_s(of: BlockProfile | OperationProfile, hardware: HardwareProfile) -> float:
     rate = hardware.device.memory_bytes_per_s
-    return block.moved_bytes / rate if rate else 0.0
+    return of.moved_bytes / rate if rate else 0.0
 
 
 def repeated_s(block: BlockProfile, hardware: HardwareProfile) -> float:

@@ -197,6 +197,12 @@ class BlockTrace:
     fused: dict[Fusion, FusedBytes] = field(default_factory=lambda: {"compile": FusedBytes(), "liger": FusedBytes()})
     """See `ModelProfile.fused`."""
     saved_bytes: int = 0
+    saved: dict[int, int] = field(default_factory=dict, repr=False)
+    """Bytes of the tensors that autograd saves, by storage."""
+    read: dict[int, StorageWeakRef] = field(default_factory=dict, repr=False)
+    """Storages that products and attention read. The references keep their keys from being used again."""
+    made: dict[int, StorageWeakRef] = field(default_factory=dict, repr=False)
+    """Storages that products and attention made."""
     working_bytes: int = 0
     input_bytes: int = 0
     num_run_again: int = 0
@@ -210,6 +216,14 @@ class BlockTrace:
     times: int = 1
     """Number of equal calls that the next call stands for."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
+
+    @property
+    def graph_bytes(self) -> int:
+        """See `BlockProfile`."""
+        if self.experts is not None or self.num_chunks > 1:
+            return 0
+        output_bytes = sum(operation.output_bytes for operation in self.operations[: self.num_run_again])
+        return output_bytes + sum(self.saved[key] for key in self.saved.keys() & self.read.keys() - self.made.keys())
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
         """Count one call of a layer's experts. Raises ValueError for a second module of experts in the layer."""
@@ -243,6 +257,8 @@ class BlockTrace:
             self.products[product] += self.times
         if (attention := _attention_of(func, args, kwargs)) is not None:
             self.attentions[attention] += self.times
+        for tensors, storages in (((args, kwargs), self.read), (output, self.made)):
+            storages |= {storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(tensors)}
         name = f"{kind}#{self._counts[kind]}"
         self._counts[kind] += 1
         output_bytes = sum(tensor.nbytes for tensor in tensors_in(output))

@@ -191,6 +191,7 @@ def _block_profile(
         working_bytes=traced.working_bytes,
         moved_bytes=traced.moved_bytes,
         fused_bytes=tuple((how, of.num_bytes) for how, of in traced.fused.items()) if is_layer else (),
+        graph_bytes=traced.graph_bytes if is_layer else 0,
         num_chunks=traced.num_chunks,
         repeated_flops=traced.repeated_flops,
         repeated_bytes=traced.repeated_bytes,

@@ -224,7 +224,8 @@ class ModelTrace:
         trace.num_run_again = len(trace.operations)
         if key not in self._not_saved:
             self._skip([tensor])
-            trace.saved_bytes += tensor.untyped_storage().nbytes()
+            trace.saved[key] = tensor.untyped_storage().nbytes()
+            trace.saved_bytes += trace.saved[key]
         return tensor
 
 

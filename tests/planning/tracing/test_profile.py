@@ -193,6 +193,21 @@ def test_saved_bytes_equal_a_real_forward(name: str) -> None:
     assert block.saved_bytes == expected > 0
 
 
+def test_a_compiled_layer_saves_the_inputs_and_outputs_of_products() -> None:
+    """In float32: inputs of q, k, v, of the output projection (also the output of attention), of gate and up, and of
+    down; q and k before and after positions, v once; outputs of the output projection, gate and up; sums of attention
+    for each head."""
+    config = tiny_config("llama")
+    traced = trace_blocks(build(config, torch.float32, "meta"), batch_size=2, sequence_length=SEQUENCE_LENGTH)
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    keys = config.num_key_value_heads * config.hidden_size // heads
+    widths = (hidden, hidden, inner, hidden, hidden, hidden, 2 * keys, keys, hidden, 2 * inner, heads)
+    for layer in traced.profile.layers:
+        assert layer.graph_bytes == 4 * 2 * SEQUENCE_LENGTH * sum(widths)
+    for block in traced.profile.blocks:
+        assert bool(block.graph_bytes) == (block in traced.profile.layers)
+
+
 def test_the_positions_of_a_tower_do_not_limit_the_text() -> None:
     """The tower has 5 positions. A plan counts the work of the text model, and only the bytes of the tower."""
     with torch.device("meta"):
