@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from hf_lohan.compat.torch_private import sequence_number
+from hf_lohan.compat.torch_private import sequence_number, version_of
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import Device
 from hf_lohan.micro_batches.leaves import GradientSums, MicroBatchLeaves
@@ -82,11 +82,13 @@ class MicroBatchRun:
 
         self._lockstep = lockstep = Lockstep([partial(run, n) for n in range(len(micro_batches))], contexts)
         joint = JointForward(parts, lockstep, separate_heads=self._separate_heads)
+        buffers = [(name, buffer, version_of(buffer)) for name, buffer in parts.model.named_buffers()]
         try:
             parts.model_pass.begin_forward(is_training=True)
             with parts.using_forward_pass(joint):
                 with joint.forwards():
                     results = lockstep.run()
+                    _refuse_changed(buffers if len(micro_batches) > 1 else ())
                 self._lockstep = None
                 self._separate_heads = joint.heads.are_separate
                 joint.backward()
@@ -111,6 +113,16 @@ class MicroBatchRun:
             return False
         self._losses[self._lockstep.running].append(loss)
         return True
+
+
+def _refuse_changed(buffers: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Raise ValueError if one of the ``buffers`` has another version, because the last micro-batch runs first."""
+    for name, buffer, version in buffers:
+        if version_of(buffer) != version:
+            raise ValueError(
+                f"the forward changes the buffer {name}, which micro-batches that run together change in another order "
+                "than one after the other; set vertical_micro_batches to false, or call eval() on the buffer's module"
+            )
 
 
 @dataclass

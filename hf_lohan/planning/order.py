@@ -61,6 +61,9 @@ def why_not_together(model: Any) -> str | None:
     root = base_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
         return f"{type(root).__name__} is not a model of transformers, so its forward may keep state"
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            return f"{name} keeps running statistics, which the order of micro-batches would change"
     beside = layer_beside_text(model)
     if beside is not None:
         return f"text alone does not reach {beside}, and micro-batches that run together pass the same layers"

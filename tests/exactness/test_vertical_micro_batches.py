@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from architectures import model_with_a_tower
 from trajectories import arguments, assert_same_bits, assert_same_tensors, dataset, finish, train_offloaded, train_stock
 from transformers import Trainer as StockTrainer
@@ -87,6 +88,25 @@ def test_settings_that_draw_random_numbers_are_refused(drawn: str, tmp_path: Pat
     ):
         trainer.train()
     trainer.offload_engine.close()
+
+
+def test_buffers_that_the_forward_changes_are_refused(tmp_path: Path) -> None:
+    """The last micro-batch would change them first. `auto` knows of running statistics before a step."""
+    model = tiny_model("llama")
+    layer = model.model.layers[1]
+    layer.register_buffer("count", torch.zeros(()))
+    layer.register_forward_pre_hook(lambda module, _args: module.count.add_(1) and None)
+    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2)
+    trainer = hf_lohan.Trainer(model, args, train_dataset=ROWS, offload=VERTICAL)
+    with pytest.raises(ValueError, match=r"the buffer model\.layers\.1\.count, .*vertical_micro_batches to false"):
+        trainer.train()
+    trainer.offload_engine.close()
+    other = tiny_model("llama")
+    assert why_not_together(other) is None
+    other.model.layers[1].mlp.add_module("norm", torch.nn.BatchNorm1d(64))
+    assert why_not_together(other) == (
+        "model.layers.1.mlp.norm keeps running statistics, which the order of micro-batches would change"
+    )
 
 
 @pytest.mark.slow
