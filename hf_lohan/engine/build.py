@@ -22,7 +22,7 @@ from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_pass import ForwardPass, PassParts
 from hf_lohan.engine.planned_memory import PlannedMemory
-from hf_lohan.engine.ranks import agreed_decision, longest_on_any_rank, open_peer_weights
+from hf_lohan.engine.ranks import RankBatches, agreed_decision, open_peer_weights
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     AllHere,
@@ -375,6 +375,7 @@ def build_plan(
     events: EngineEvents,
     updates: UpdateParts,
     loaders: Loaders,
+    batches: RankBatches,
 ) -> tuple[FollowedPlan, ActivationTiers]:
     """Build the plan that steps follow, with its memory, and the tiers of activations."""
     names = {module: name for name, module in model.named_modules()}
@@ -389,7 +390,7 @@ def build_plan(
         updates.clip_history,
         updates.commits,
         _routing_of(loaders.experts, layers.values()),
-        longest_of_ranks=partial(longest_on_any_rank, tiers.links),
+        longest_of_ranks=batches.begin_forward,
         must_fit=config.device_memory != AUTO,
         covers_all=tiers.row_memory is not None,
     )

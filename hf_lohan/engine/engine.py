@@ -27,7 +27,7 @@ from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.ranks import all_agree, check_equal_groups
+from hf_lohan.engine.ranks import RankBatches, all_agree, check_equal_groups
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.experts import BalancedRows, ComputeExpert
@@ -82,7 +82,8 @@ class OffloadEngine:
         loaders = build_loaders(layout, tiers, config, self._ring, updates)
         self.expert_loader, self._prefetcher = loaders.experts, loaders.layers
         self._expert_places = loaders.expert_places
-        self._plan, self.activations = build_plan(model, layout, tiers, config, events, updates, loaders)
+        self.batches = RankBatches(model, tiers.links)
+        self._plan, self.activations = build_plan(model, layout, tiers, config, events, updates, loaders, self.batches)
         self.planned_memory = self._plan.memory
         parts = build_pass_parts(
             tiers, self._ring, events, updates, loaders, self._plan, self.activations, self._lifetime

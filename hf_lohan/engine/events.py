@@ -66,13 +66,14 @@ class FollowedPlan:
         commits: StepCommits,
         routing: Callable[[], Mapping[str, Sequence[int]]],
         *,
-        longest_of_ranks: Callable[[StepShape | None], StepShape | None] = lambda shape: shape,
+        longest_of_ranks: Callable[[StepShape | None, bool], StepShape | None] = lambda shape, _begins_step: shape,
         must_fit: bool = False,
         covers_all: bool = False,
     ) -> None:
-        """``longest_of_ranks`` takes the shape of this rank's batch. It returns a shape that covers the batches of all
-        ranks, so that all ranks plan the same steps. ``covers_all``: each batch needs a plan that covers it.
-        ``must_fit``: like ``covers_all``, because `device_memory` has a size that every step must fit."""
+        """``longest_of_ranks`` takes the shape of this rank's batch, and whether its forward begins a step. It returns
+        a shape that covers the batches of all ranks, so that all ranks plan the same steps. ``covers_all``: each batch
+        needs a plan that covers it. ``must_fit``: like ``covers_all``, because `device_memory` has a size that every
+        step must fit."""
         self._events = events
         self.memory = planned_memory
         self._pipeline = pipeline
@@ -85,6 +86,8 @@ class FollowedPlan:
         self._covers_all = covers_all or must_fit
         self._is_first_forward = True
         """Whether the next training forward is the first of a step."""
+        self._has_no_gradients = True
+        """Whether the present training forward began in a step without gradients."""
         self._needs_plan = True
         """Whether the next training forward needs a plan."""
         self._planned_tokens = 0
@@ -113,6 +116,7 @@ class FollowedPlan:
         if self._is_first_forward:
             self._is_first_forward = False
             self._commits.begin_step()
+        self._has_no_gradients = not self._pipeline.has_gradients
 
     def ask_again(self) -> None:
         """Ask for a plan at the next training forward."""
@@ -125,7 +129,7 @@ class FollowedPlan:
     def choose_order(self, shape: StepShape) -> bool:
         """Plan a step with micro-batches of this shape. Returns whether they should run together."""
         self._pipeline.wait_for_updates()
-        shape = self._longest_of_ranks(shape) or shape
+        shape = self._longest_of_ranks(shape, False) or shape
         self._note_planned(shape)
         planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
@@ -138,7 +142,8 @@ class FollowedPlan:
     def see_batch(self, shape: StepShape | None) -> None:
         """Begin a training forward. ``shape`` is None if the batch has no token ids. All ranks call this together.
         Raises BudgetError if `device_memory` has a size, and the step needs more."""
-        shape = self._longest_of_ranks(shape)
+        shape = self._longest_of_ranks(shape, self._has_no_gradients)
+        self._has_no_gradients = False  # micro-batches that run together begin one step
         self.memory.last_shape = shape
         if shape is not None:
             self._note_length(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_lohan.config import Collectives, ResolvedConfig
 from hf_lohan.device import Device
@@ -264,8 +265,11 @@ def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> 
 
 
 def _digest(weight: Tensor) -> bytes:
-    content = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_digest(content.numpy().data)
+    return xxhash.xxh3_64_digest(_bytes_of(weight))
+
+
+def _bytes_of(weight: Tensor) -> memoryview:
+    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,18 +341,60 @@ def agreed_decision(
     return decide
 
 
-def longest_on_any_rank(links: Links, shape: StepShape | None) -> StepShape | None:
-    """Return a shape with the largest batch size and the largest sequence length of all ranks. ``shape``: the shape of
-    this rank's batch; None if it has no token ids. All ranks call this together."""
-    if not links.ranks.others:
-        return shape
-    own = _SHAPE.pack(shape.batch_size, shape.sequence_length) if shape is not None else _SHAPE.pack(0, 0)
-    answers = links.all_gather("the lengths of batches of a forward", own)
-    shapes = [_SHAPE.unpack(answer) for answer in answers]
-    num_rows, length = (max(sizes) for sizes in zip(*shapes, strict=True))
-    if not num_rows * length:
-        return None
-    return replace(shape or StepShape(num_rows, length), batch_size=num_rows, sequence_length=length)
+class RankBatches:
+    """What ranks tell each other before each training forward, which they begin together."""
+
+    def __init__(self, model: nn.Module, links: Links) -> None:
+        self._links = links
+        self._model = weakref.ref(model)
+        self._buffers: list[Tensor] | None = None
+        """The buffers at the first forward. Buffers that replace them stay as they are, as under DDP."""
+        self._follows_rank_0 = True
+        self._has_followed = False
+
+    def keep_own_buffers(self) -> None:
+        """Give ranks the buffers of rank 0 in the first step only, as DDP does with `broadcast_buffers=False`."""
+        self._follows_rank_0 = False
+
+    def begin_forward(self, shape: StepShape | None, begins_step: bool) -> StepShape | None:
+        """Return a shape with the largest batch size and the largest sequence length of all ranks. ``shape``: the shape
+        of this rank's batch; None if it has no token ids. If the forward ``begins_step``, all ranks first get the
+        model's buffers of rank 0, as under DDP. All ranks call this together."""
+        if not self._links.ranks.others:
+            return shape
+        own = _SHAPE.pack(shape.batch_size, shape.sequence_length) if shape is not None else _SHAPE.pack(0, 0)
+        if self._buffers is None and (model := self._model()) is not None:
+            self._buffers = list(model.buffers())
+        follows = begins_step and (self._follows_rank_0 or not self._has_followed)
+        digests = b"".join(map(_digest, self._buffers or ())) if follows else b""
+        told = own + xxhash.xxh3_64_digest(digests) if follows else own
+        answers = self._links.all_gather("the lengths of batches of a forward", told)
+        if min(map(len, answers)) > _SHAPE.size:
+            self._has_followed = True
+            if len({answer[_SHAPE.size :] for answer in answers}) > 1:
+                self._follow_rank_0(digests)
+        num_rows, length = (max(sizes) for sizes in zip(*map(_SHAPE.unpack_from, answers), strict=True))
+        if not num_rows * length:
+            return None
+        return replace(shape or StepShape(num_rows, length), batch_size=num_rows, sequence_length=length)
+
+    def _follow_rank_0(self, digests: bytes) -> None:
+        """Copy the buffers that differ between ranks from rank 0. ``digests``: of this rank's buffers."""
+        assert self._buffers is not None
+        of_ranks = self._links.all_gather("the model's buffers to be the same", digests)
+        places = range(0, len(of_ranks[0]), _DIGEST_BYTES)
+        differing = [
+            buffer
+            for buffer, place in zip(self._buffers, places, strict=True)
+            if len({of_rank[place : place + _DIGEST_BYTES] for of_rank in of_ranks}) > 1
+        ]
+        own = b"".join(_bytes_of(buffer) for buffer in differing) if self._links.ranks.rank == 0 else b""
+        of_rank_0 = bytearray(self._links.all_gather("the model's buffers of rank 0", own)[0])
+        for buffer in differing if self._links.ranks.rank else ():
+            num_bytes = buffer.numel() * buffer.element_size()
+            values, of_rank_0 = of_rank_0[:num_bytes], of_rank_0[num_bytes:]
+            with torch.no_grad():
+                buffer.copy_(torch.frombuffer(values, dtype=buffer.dtype).view(buffer.shape))
 
 
 def all_agree(links: Links, tag: str, wish: bool) -> bool:

@@ -133,6 +133,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
         if (engine := engine_of(model)) is not None:
+            if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+                engine.batches.keep_own_buffers()
             if not is_prepared(model):
                 compile_model(engine, run_plan_of(engine), self.state.dynamo_plugin)
             mark_prepared(model)

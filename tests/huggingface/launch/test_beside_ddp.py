@@ -1,0 +1,31 @@
+"""Trainer in two ranks equals the stock Trainer under DDP in two ranks, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import beside_ddp
+import pytest
+from covering import slow_but
+from equal_tensors import assert_same_tensors
+from python_runs import run_python
+from safetensors.torch import load_file
+
+SCRIPT = Path(beside_ddp.__file__)
+
+
+@pytest.mark.parametrize("case", slow_but(["buffers_accumulated"], beside_ddp.CASES))
+def test_ranks_equal_ddp(tmp_path: Path, case: str) -> None:
+    """Also of buffers that forwards change, which DDP takes from rank 0, and of metrics of each rank."""
+    run_python(SCRIPT, tmp_path, case, OMP_NUM_THREADS="1")
+
+    def facts(side: str, rank: int) -> Any:
+        return json.loads((tmp_path / case / side / f"facts-{rank}.json").read_text())
+
+    stock, ours = ([facts(side, rank) for rank in range(2)] for side in beside_ddp.SIDES)
+    assert ours == stock
+    assert stock[0]["scale"] != stock[1]["scale"], "each rank's last forward changed its own"
+    of_stock, of_ours = (load_file(tmp_path / case / side / "model" / "model.safetensors") for side in beside_ddp.SIDES)
+    assert_same_tensors(of_ours, of_stock)
