@@ -121,7 +121,7 @@ def _refuse_changed(buffers: Sequence[tuple[str, Tensor, int]]) -> None:
         if version_of(buffer) != version:
             raise ValueError(
                 f"the forward changes the buffer {name}, which micro-batches that run together change in another order "
-                "than one after the other; set vertical_micro_batches to false, or call eval() on the buffer's module"
+                "than in turn; run them in turn (vertical_micro_batches: false), or call eval() on the buffer's module"
             )
 
 

@@ -98,7 +98,7 @@ def test_buffers_that_the_forward_changes_are_refused(tmp_path: Path) -> None:
     layer.register_forward_pre_hook(lambda module, _args: module.count.add_(1) and None)
     args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2)
     trainer = hf_lohan.Trainer(model, args, train_dataset=ROWS, offload=VERTICAL)
-    with pytest.raises(ValueError, match=r"the buffer model\.layers\.1\.count, .*vertical_micro_batches to false"):
+    with pytest.raises(ValueError, match=r"the buffer model\.layers\.1\.count, .*\(vertical_micro_batches: false\)"):
         trainer.train()
     trainer.offload_engine.close()
     other = tiny_model("llama")
