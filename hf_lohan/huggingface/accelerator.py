@@ -130,6 +130,19 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             )
         engine.defer_backward(loss / self.gradient_accumulation_steps)
 
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Same as in accelerate: a backward within this context is not the last of its step."""
+        engine = engine_of(model)
+        if engine is not None:
+            engine.announce_backward(is_final=False)
+        try:
+            with super().no_sync(model):
+                yield
+        finally:
+            if engine is not None:
+                engine.announce_backward(is_final=True)
+
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
         if (engine := engine_of(model)) is not None:

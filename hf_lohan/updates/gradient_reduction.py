@@ -130,8 +130,8 @@ class GradientReduction:
         chunk = gradient.chunk
         if not self.is_awaited(chunk):
             raise RuntimeError(
-                f"a gradient of {chunk} arrived after this rank had sent the chunk's gradient to other ranks; announce "
-                "a step's last backward by gradient_accumulation_steps or announce_backward"
+                f"a gradient of {chunk} arrived after this rank had sent the chunk's gradient to other ranks; run all "
+                "backwards of a step but the last within accelerator.no_sync(model), or set gradient_accumulation_steps"
             )
         codec, gradient.codec = gradient.codec, None  # its mean is not coded
         values, sent_buffer, key = gradient.published_values, gradient.on_device or gradient.buffer, self._key_of[chunk]

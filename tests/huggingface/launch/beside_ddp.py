@@ -1,9 +1,10 @@
-"""A script that trains by the stock Trainer under DDP, and offloaded: `beside_ddp.py <folder> <case>...`. It forks both
-ranks of each run. Each rank writes its log, and rank 0 the weights, to `<folder>/<case>/<side>`."""
+"""A script that trains under DDP, by the stock Trainer or in a loop, and offloaded: `beside_ddp.py <folder> <case>...`.
+It forks both ranks of each run. Each rank writes its log, and rank 0 the weights, to `<folder>/<case>/<side>`."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from torch import Tensor, nn
 from trained_by_ranks import OFFLOAD, is_forked_rank, rows
@@ -25,7 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers_accumulated": {"gradient_accumulation_steps": 2},
     "own_buffers": {"ddp_broadcast_buffers": False},
 }
-"""Arguments of Trainer, and settings of the offloaded side."""
+"""Arguments of Trainer."""
+NO_SYNC = "no_sync"
+"""The case of a loop that accumulates by `no_sync`."""
 TIMES = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 
@@ -47,8 +51,40 @@ def model_with_buffers() -> Any:
     return model
 
 
-def train(folder: Path, side: str, offload: dict[str, Any] | None = None, **given: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def accumulate(folder: Path, side: str) -> None:
+    if side == "stock":
+        accelerator = accelerate.Accelerator(cpu=True)
+    else:
+        plugin = hf_lohan.LohanPlugin(offload=OFFLOAD, ssd_path=folder / "store")
+        accelerator = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)
+    model = model_with_buffers().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    loader = torch.utils.data.DataLoader(rows(24, seed=1), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    log = []
+    for number, batch in enumerate(loader):
+        with accelerator.no_sync(model) if number % 2 == 0 else contextlib.nullcontext():
+            loss = model(**batch).loss / 2
+            accelerator.backward(loss)
+        log.append(loss.item())
+        if number % 2:
+            log.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "model", state_dict=weights, is_main_process=accelerator.is_main_process
+    )
+    write_facts(folder, log, accelerator.unwrap_model(model))
+
+
+def write_facts(folder: Path, log: list[Any], model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    facts = {"log": log, "scale": float(mlp.scale), "count": int(mlp.count)}
+    (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+def train(folder: Path, side: str, **given: Any) -> None:
     args = TrainingArguments(
         str(folder / "run"), max_steps=4, per_device_train_batch_size=2, per_device_eval_batch_size=2,
         learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="no",
@@ -58,13 +94,11 @@ def train(folder: Path, side: str, offload: dict[str, Any] | None = None, **give
     if side == "stock":
         trainer = Trainer(model_with_buffers(), args, **data)
     else:
-        trainer = hf_lohan.Trainer(model_with_buffers(), args, **data, offload=OFFLOAD | (offload or {}))
+        trainer = hf_lohan.Trainer(model_with_buffers(), args, **data, offload=OFFLOAD)
     trainer.train()
     trainer.save_model(str(folder / "model"))
     log = [{name: value for name, value in entry.items() if name not in TIMES} for entry in trainer.state.log_history]
-    mlp: Any = trainer.model.model.layers[1].mlp  # type: ignore[union-attr]
-    facts = {"log": log[:-1], "scale": float(mlp.scale), "count": int(mlp.count)}
-    (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    write_facts(folder, log[:-1], trainer.model)
 
 
 def main(folder: Path, cases: list[str]) -> None:
@@ -73,7 +107,12 @@ def main(folder: Path, cases: list[str]) -> None:
     for case in cases:
         for side in SIDES:
             if is_forked_rank(f"{case}/{side}", statuses):
-                train(folder / case / side, side, **CASES[case])
+                run = folder / case / side
+                run.mkdir(parents=True, exist_ok=True)
+                if case == NO_SYNC:
+                    accumulate(run, side)
+                else:
+                    train(run, side, **CASES[case])
                 atexit._run_exitfuncs()
                 os._exit(0)  # freeing all that was imported before the fork would copy it
     sys.exit(max(statuses.values()))

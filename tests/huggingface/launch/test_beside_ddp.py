@@ -1,4 +1,4 @@
-"""Trainer in two ranks equals the stock Trainer under DDP in two ranks, to the bit."""
+"""Two ranks equal two ranks of stock DDP, to the bit, in Trainer and in a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 SCRIPT = Path(beside_ddp.__file__)
 
 
-@pytest.mark.parametrize("case", slow_but(["buffers_accumulated"], beside_ddp.CASES))
+@pytest.mark.parametrize(
+    "case", slow_but(["buffers_accumulated", beside_ddp.NO_SYNC], [*beside_ddp.CASES, beside_ddp.NO_SYNC])
+)
 def test_ranks_equal_ddp(tmp_path: Path, case: str) -> None:
     """Also of buffers that forwards change, which DDP takes from rank 0, and of metrics of each rank."""
     run_python(SCRIPT, tmp_path, case, OMP_NUM_THREADS="1")
