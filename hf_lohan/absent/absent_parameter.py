@@ -23,7 +23,7 @@ from hf_lohan.absent.weight_provider import (
     no_model_refusal,
     weight_refusal,
 )
-from hf_lohan.compat.torch_private import tree_leaves, tree_map, without_torch_function
+from hf_lohan.compat.torch_private import take_gradients_last, tree_leaves, tree_map, without_torch_function
 
 _VIEWS = frozenset((
     *("adjoint", "as_strided", "broadcast_to", "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as"),
@@ -123,6 +123,12 @@ class AbsentParameter(nn.Parameter):
             raise RuntimeError(no_model_refusal("copy.deepcopy"))
         copy: nn.Parameter = memo.setdefault(id(self), provider.copy_parameter(self))
         return copy
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        with without_torch_function():
+            handle = super().register_post_accumulate_grad_hook(hook)
+        take_gradients_last(self)
+        return handle
 
     @property
     def grad(self) -> Tensor | None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -250,6 +251,12 @@ def without_modes() -> Iterator[None]:
 # Autograd.
 
 
+def hook_on_saved_tensors() -> Any:
+    """Return the function that packs the tensors that autograd saves now, or None."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks and hooks[0]
+
+
 def call_behind_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward in progress, as FSDP and DDP do."""
     Variable._execution_engine.queue_callback(callback)
@@ -286,8 +293,27 @@ def sequence_number(node: Node) -> int:
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
-    """Return whether `register_hook` was called on the tensor."""
-    return bool(tensor._backward_hooks)
+    """Return whether a hook sees the tensor's gradient, other than the hook of `take_gradients_by`."""
+    return bool(tensor._backward_hooks) or sees_sum_of_gradients(tensor)
+
+
+def take_gradients_by(hook: Callable[[Any], None], parameter: nn.Parameter) -> Any:
+    """Register a post-accumulate hook that takes the parameter's gradient, and return its handle."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._taking_hook = handle.id  # type: ignore[attr-defined]
+    return handle
+
+
+def take_gradients_last(parameter: Any) -> None:
+    """Move the hook of `take_gradients_by` behind hooks that were registered later, which need the gradient."""
+    hooks, own = parameter._post_accumulate_grad_hooks, getattr(parameter, "_taking_hook", None)
+    if own in hooks:
+        hooks[own] = hooks.pop(own)
+
+
+def sees_sum_of_gradients(tensor: Any) -> bool:
+    """Return whether the tensor has a post-accumulate hook other than that of `take_gradients_by`."""
+    return bool(set(tensor._post_accumulate_grad_hooks or ()) - {getattr(tensor, "_taking_hook", None)})
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -305,9 +331,16 @@ def table_of_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def put_parameter(module: nn.Module, name: str, parameter: Any) -> None:
     """Replace a parameter without the checks of `nn.Module`."""
     module._parameters[name] = parameter
+
+
+def module_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Iterate over the functions that run before and after a module's forward and backward."""
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    for hook in chain.from_iterable(table.values() for table in tables):
+        yield getattr(hook, "func", hook)  # of a `partial`
 
 
 @contextmanager

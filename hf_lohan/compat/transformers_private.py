@@ -71,6 +71,19 @@ def cache_among(values: Mapping[str, Any]) -> Any:
     return next((value for name, value in values.items() if name in CACHE_NAMES and value is not None), None)
 
 
+def fills_cache(model: Any) -> bool:
+    """Return whether a forward of the model makes a cache if its caller does not decide."""
+    generates = isinstance(model, PreTrainedModel) and model.can_generate()
+    return generates and bool(getattr(model.config.get_text_config(decoder=True), "use_cache", False))
+
+
+def put_cache(output: Any, cache: Any) -> None:
+    """Put a cache into the output of a forward that has none."""
+    name = next((name for name in CACHE_NAMES if name in getattr(output, "__dataclass_fields__", ())), None)
+    if name is not None and getattr(output, name) is None:
+        setattr(output, name, cache)
+
+
 # Recomputation.
 
 

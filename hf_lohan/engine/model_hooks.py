@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.absent import saved_weight_hooks, weight_refusal
-from hf_lohan.compat.torch_private import is_compiled, tree_leaves
+from hf_lohan.compat.torch_private import (
+    hook_on_saved_tensors,
+    is_compiled,
+    sees_sum_of_gradients,
+    take_gradients_by,
+    tree_leaves,
+)
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, PassPhase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice, wrapped_models
 from hf_lohan.planning import StepShape
@@ -75,7 +81,7 @@ class ModelHooks:
             self._parts.ring.hide(block)
             for part in (part for part in block.trainable_slices if part.is_whole):
                 on_gradient = partial(_without_reference(self._on_gradient), part)
-                self._handles.append(part.parameter.register_post_accumulate_grad_hook(on_gradient))
+                self._handles.append(take_gradients_by(on_gradient, part.parameter))
         for buffer_owner in model.modules():
             for name, buffer in list(buffer_owner.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(buffer_owner, name, buffer.to(self._parts.device.torch_device))
@@ -108,6 +114,8 @@ class ModelHooks:
                 "an offloaded model was called in torch.jit.trace, which would record loads of its weights; save the "
                 "model, and trace it in memory"
             )
+        if torch.is_grad_enabled():
+            _refuse_hooks_on_saved_tensors()
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
             self._parts.plan.see_batch(step_shape(args, kwargs))
@@ -192,9 +200,14 @@ class ModelHooks:
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:  # a layer in chunks did not use this parameter
-            return
-        self._forward_pass.take_gradient(part, parameter)
+        if parameter.grad is not None:  # a layer in chunks may not use this parameter
+            self._forward_pass.take_gradient(part, parameter)
+        if self._parts.pipeline.num_backwards > 1 and sees_sum_of_gradients(parameter):
+            raise RuntimeError(
+                f"{part.name} has a hook of register_post_accumulate_grad_hook, which would see the gradient of one "
+                "backward, and in torch sees the sum of the step's backwards; call backward once for each step "
+                "(gradient_accumulation_steps=1), or use register_hook, which sees one gradient in torch too"
+            )
 
 
 def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -211,6 +224,18 @@ def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]
         return method(*args)
 
     return call
+
+
+def _refuse_hooks_on_saved_tensors() -> None:
+    """Raise ValueError within `saved_tensors_hooks` of the caller, because autograd calls only the innermost hooks."""
+    hook = hook_on_saved_tensors()
+    package = str(getattr(hook, "__module__", "")).partition(".")[0]
+    if hook is not None and package not in ("hf_lohan", "torch"):  # those of torch keep the values
+        raise ValueError(
+            f"an offloaded model was called within torch.autograd.graph.saved_tensors_hooks, whose function "
+            f"{getattr(hook, '__qualname__', hook)} would get no tensor of the model, because offload keeps, swaps or "
+            "recomputes what autograd saves; call the model outside this context, and set activations to choose"
+        )
 
 
 def _runs_in(frame: FrameType | None, caller: FrameType | None) -> bool:

@@ -6,20 +6,25 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
 from hf_lohan.compat.transformers_private import (
+    cache_among,
+    fills_cache,
     grouped_experts,
     is_reentrant,
     make_non_reentrant,
     one_expert,
+    put_cache,
     register_experts,
     run_experts_by,
     run_layers_by,
@@ -32,7 +37,7 @@ from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_st
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.ranks import generate_together
-from hf_lohan.model import has_adapters, is_of_peft, is_peft_model
+from hf_lohan.model import has_adapters, is_of_peft, is_peft_model, wrapped_models
 from hf_lohan.planning import RunPlan, chunked_loss_of
 from hf_lohan.planning.run_plan import CHUNKS_NAME
 
@@ -168,6 +173,55 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     the layers, and keeps or swaps activations as planned."""
     run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
+    for whole in wrapped_models(model):
+        _keep_activations_beside_cache(whole)
+
+
+class _NoCache:
+    """Stands for the key-value cache of a training forward, which recomputed layers do not fill."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        raise ValueError(
+            "a training forward has filled no key-value cache, because its layers are recomputed in the backward; call "
+            "the model with use_cache=True, which keeps the activations of this forward, or set activations: keep"
+        )
+
+
+def _keep_activations_beside_cache(model: nn.Module) -> None:
+    """Run training forwards with a key-value cache without recomputation, because transformers takes the cache away
+    from layers that are recomputed. A forward that was not asked for a cache returns a `_NoCache` if stock transformers
+    returns a cache."""
+    kept: list[Any] = []
+    asking: set[int] = set()
+    """Threads whose forward has a cache. Micro-batches that run together have a thread each."""
+
+    def before(_model: nn.Module, _args: Any, kwargs: Any) -> None:
+        cache = cache_among(kwargs)
+        if isinstance(cache, _NoCache):
+            cache.refuse()
+        if torch.is_grad_enabled() and (cache is not None or kwargs.get("use_cache")):
+            asking.add(threading.get_ident())
+            kept.extend(module for module in model.modules() if vars(module).get("gradient_checkpointing"))
+            for module in kept:
+                module.gradient_checkpointing = False
+
+    def after(_model: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
+        is_by_default = threading.get_ident() not in asking and kwargs.get("use_cache") is None
+        if is_by_default and torch.is_grad_enabled() and model.training and fills_cache(model):
+            put_cache(output, _NoCache())
+        asking.discard(threading.get_ident())
+        if not asking:
+            for module in kept:
+                module.gradient_checkpointing = True
+            kept.clear()
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
 def activations_kept_if_needed(model: nn.Module, config: ResolvedConfig) -> ResolvedConfig:

@@ -259,7 +259,7 @@ def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None
     """Let ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
-    optimizer.state.clear()  # Adagrad allocates states when it is created
+    optimizer.state = taken.state  # Adagrad allocates states when it is created
     mark_optimizer_stepped(optimizer)  # keeps its scheduler from warning
 
 

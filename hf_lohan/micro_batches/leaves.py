@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.compat.torch_private import own_parameters, put_parameter
+from hf_lohan.compat.torch_private import has_gradient_hook, own_parameters, put_parameter
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import SlotRing
 
@@ -29,8 +29,15 @@ class MicroBatchLeaves:
     """
 
     def __init__(self, model: nn.Module, ring: SlotRing, on_gradient: OnGradient) -> None:
+        """Raises ValueError for a hook on a parameter's gradient, which is not called for leaves."""
         self._ring = ring
         self._on_gradient = on_gradient
+        hooked = next((name for name, parameter in model.named_parameters() if has_gradient_hook(parameter)), None)
+        if hooked is not None:
+            raise ValueError(
+                f"{hooked} has a hook on its gradient, which micro-batches that run together do not call; remove the "
+                "hook, or run them one after the other (vertical_micro_batches: false or auto)"
+            )
         self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for name, parameter in own_parameters(module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -30,14 +29,30 @@ class StepTarget(Protocol):
     def step_was_skipped(self) -> bool: ...
 
 
-class _StatesInStore(defaultdict[torch.Tensor, Any]):
-    """The empty `state` of an optimizer. Reading a state of a parameter raises ValueError."""
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        "the states of an offloaded optimizer are in the store and not in optimizer.state, so code that reads, changes "
+        "or resets them there has no effect; read one with hf_lohan.engine_of(model).parameters.read_flat(name, kind), "
+        "and to reset them save the model and start a new run from it"
+    )
+
+
+_REFUSED = (
+    *("__contains__", "__delitem__", "__ior__", "__iter__", "__len__", "__setitem__", "clear", "copy", "get", "items"),
+    *("keys", "pop", "popitem", "setdefault", "update", "values"),
+)
+_Refusing: Any = type("_Refusing", (dict,), {**dict.fromkeys(_REFUSED, _refuse), "__reduce__": lambda _: (dict, ())})
+"""An empty dict that raises ValueError for each use, but is pickled and copied as an empty dict."""
+
+
+class _StatesInStore(_Refusing):
+    """The `state` of an optimizer."""
 
     def __missing__(self, parameter: Any) -> Any:
         return _NoStates()
 
 
-class _NoStates(dict[str, Any]):
+class _NoStates(_Refusing):
     def __missing__(self, kind: str) -> NoReturn:
         raise ValueError(
             f"the state {kind!r} of a parameter is in the store and not in optimizer.state; read it with "
@@ -49,7 +64,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states are in the store, and whose updates run when gradients arrive.
 
     After `step()` all reads return the new weights. Updates that needed the gradient norm may still run after `step()`,
-    and a read of a block waits for its update. `state` stays empty, because accelerate and Trainer move and pickle it.
+    and a read of a block waits for its update. `state` refuses each use, but is empty for `state_dict` and `pickle`.
     `param_groups` always contains the same objects, even after `load_state_dict`, because schedulers and users keep
     references to them.
     """
@@ -64,6 +79,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine_ref = weakref.ref(engine)  # the engine lives as long as its model
         engine.bind_optimizer(self)
         self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state" and self._is_made:
+            _refuse()
+        super().__setattr__(name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hyperparameters, without states."""
+        own = vars(self)
+        before, own["state"] = own["state"], {}
+        try:
+            return super().state_dict()
+        finally:
+            own["state"] = before
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, between steps. Raises ValueError for parameters without states in the store, or

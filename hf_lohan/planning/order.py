@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_lohan.compat.torch_private import has_gradient_hook
+from hf_lohan.compat.torch_private import has_gradient_hook, module_hooks
 from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import BlockProfile, ModelProfile, OperationProfile, SizeClass
 from hf_lohan.model import base_of
@@ -24,6 +24,7 @@ _DRAWING = ("drop", "jitter")
 _OF_OTHER_HEADS = ("summary_", "classifier_")
 """Prefixes of settings for modules that a causal language model does not have."""
 _KNOWN_PACKAGES = ("transformers", "peft")
+_KNOWN_HOOKS = (*_KNOWN_PACKAGES, "accelerate", "hf_lohan", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,11 @@ def why_not_together(model: Any) -> str | None:
             return f"adapters of {type(adapters).__name__} may compute different numbers in the other order"
     for name, parameter in model.named_parameters():
         if has_gradient_hook(parameter):
-            return f"{name} has a hook on its gradient, which would see the sum of all micro-batches"
+            return f"{name} has a hook on its gradient, which would not be called"
+    for name, module in model.named_modules():
+        for hook in module_hooks(module):
+            if hook.__module__.partition(".")[0] not in _KNOWN_HOOKS:
+                return f"{name or type(model).__name__} has a hook of {hook.__module__}, which may keep state"
     return None
 
 

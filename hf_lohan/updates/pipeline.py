@@ -44,7 +44,7 @@ class GradientPipeline:
         self._excluded: set[Chunk] = set()
         """Chunks without a gradient of this rank in the step. Other ranks may have updated them already."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
-        self._num_backwards = 0
+        self.num_backwards = 0
         """Number of backwards of the step in progress."""
         self._gradient_buffers = [pool for pool in (setup.gradients, setup.on_device) if pool is not None]
         self._handover = Handover(setup.copies_new_weights or setup.device, setup.device)
@@ -68,8 +68,8 @@ class GradientPipeline:
 
     def count_backward(self) -> int:
         """Count a backward that begins. Returns its number in the step, from 1 on."""
-        self._num_backwards += 1
-        return self._num_backwards
+        self.num_backwards += 1
+        return self.num_backwards
 
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
         """Compute the norm of a gradient from backward."""
@@ -178,7 +178,7 @@ class GradientPipeline:
     def trains_nothing(self) -> bool:
         """Whether the step had a backward, but no trained weight has a gradient on any rank. Call `wait_for_norms`
         first."""
-        return self._num_backwards > 0 and not self.with_gradient()
+        return self.num_backwards > 0 and not self.with_gradient()
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change, and how
@@ -228,7 +228,7 @@ class GradientPipeline:
         """Tell other ranks that the step's gradients are dropped."""
 
     def _begin_next(self) -> None:
-        self._announced, self._passed, self._excluded, self._num_backwards = set(), {}, set(), 0
+        self._announced, self._passed, self._excluded, self.num_backwards = set(), {}, set(), 0
         self._norms.clear()
 
     # Called by readers of weights and of the store.

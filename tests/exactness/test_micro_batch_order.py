@@ -133,6 +133,12 @@ def model_with_a_hook() -> Any:
     return model
 
 
+def model_with_a_drawing_layer() -> Any:
+    model = tiny_model("llama")
+    model.model.embed_tokens.register_forward_hook(lambda _module, _args, output: output + torch.rand_like(output))
+    return model
+
+
 FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
     "compute_loss": ({"trainer_class": CustomLoss}, "CustomLoss overrides compute_loss"),
     "training_step": ({"trainer_class": CustomStep}, "CustomStep overrides training_step"),
@@ -142,6 +148,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"model": ("opt", {"dropout": 0.1})}, "dropout=0.1"),
     "router": ({"model": ("mixtral", {"output_router_logits": True})}, "output_router_logits"),
     "hook": ({"model": model_with_a_hook}, "model.norm.weight has a hook"),
+    "hook of a layer": ({"model": model_with_a_drawing_layer}, "model.embed_tokens has a hook of test_micro"),
 }
 
 

@@ -99,7 +99,14 @@ def test_a_read_of_a_state_names_the_store(target: Target) -> None:
         for kind in ("exp_avg", "exp_avg_sq", "step"):
             with pytest.raises(ValueError, match=rf"'{kind}' of a parameter is in the store.*flat\(name, '{kind}'"):
                 optimizer.state[parameter][kind]
-        assert parameter not in optimizer.state and not optimizer.state[parameter] and not optimizer.state
+            with pytest.raises(ValueError, match=r"the states of an offloaded optimizer are in the store"):
+                optimizer.state[parameter].get(kind)
+        for use in (len, list, lambda states: parameter in states, lambda states: states.clear()):
+            for states in (optimizer.state, optimizer.state[parameter]):
+                with pytest.raises(ValueError, match=r"are in the store and not in optimizer.state.*has no effect"):
+                    use(states)
+        with pytest.raises(ValueError, match=r"are in the store and not in optimizer.state.*has no effect"):
+            optimizer.state = {}
         assert optimizer.state_dict()["state"] == {}
 
 

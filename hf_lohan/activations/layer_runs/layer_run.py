@@ -103,6 +103,11 @@ class LayerRun:
         self._owners = _owners_of_trained(layer.layer)
         self.trained = [_parameter_of(owners[0]) for owners in self._owners]
         """The layer's parameters with a gradient."""
+        if any(type(tensor) is Tensor for tensor in self.trained):
+            raise ValueError(
+                f"{layer.name} was called with other tensors in place of its parameters, as torch.func.functional_call "
+                "does, which layers in chunks do not use in the backward; set chunks.layers: false"
+            )
         self._autocast_state: tuple[Any, ...] = ()
 
     # Forward.

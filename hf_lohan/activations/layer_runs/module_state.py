@@ -32,6 +32,7 @@ from hf_lohan.compat.torch_private import (
     checkpoint_errors_as,
     children_of,
     own_parameters,
+    put_parameter,
     table_of_parameters,
     using_attention_kernels,
     version_of,
@@ -91,8 +92,8 @@ def _noted_of(kind: type) -> _Noted | None:
 
 class ModuleState:
     """The state of a module and its children. It has attributes (including training flags, hooks and children), the
-    contents of lists, dicts and configs in them, buffers, the `requires_grad` of parameters, context variables, and the
-    attention kernels that are allowed."""
+    contents of lists, dicts and configs in them, buffers, the `requires_grad` of parameters, tensors that
+    `functional_call` uses in place of parameters, context variables, and the attention kernels that are allowed."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -110,6 +111,12 @@ class ModuleState:
         with torch.no_grad():
             self._find_state()
         self._trained = self._read_trained()
+        self._in_place = [
+            (module, name, tensor)
+            for module in self._modules
+            for name, tensor in own_parameters(module)
+            if type(tensor) is Tensor
+        ]
         self._variables = [
             (variable, value)
             for variable, value in contextvars.copy_context().items()
@@ -183,12 +190,15 @@ class ModuleState:
             self._placed = {key: self._as_noted(key) for key in self._tensors}
         contents_now = [(container, container.copy()) for container, _ in self._contents]
         trained_now = self._read_trained()
+        parameters_now = [(module, name, table_of_parameters(module)[name]) for module, name, _ in self._in_place]
         random_states_now = [(write, read()) for write, read, _ in self._random_states]
         tokens: list[tuple[contextvars.ContextVar[Any], Any]] = []
         contents_now += [(container, container.copy()) for container in self._empty if container]
         try:
             _fill_all(self._contents, self._placed)
             self._clear_empty()
+            for module, name, tensor in self._in_place:
+                put_parameter(module, name, tensor)
             self._write_trained(self._trained)
             for write, _, state in self._random_states:
                 write(state)
@@ -201,6 +211,8 @@ class ModuleState:
                 variable.reset(token)
             for write, state in random_states_now:
                 write(state)
+            for module, name, parameter in parameters_now:
+                put_parameter(module, name, parameter)
             self._write_trained(trained_now)
             self._clear_empty()
             _fill_all(contents_now, {})

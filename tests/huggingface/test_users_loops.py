@@ -1,0 +1,192 @@
+"""Loops with hooks, caches and functional calls train as with stock accelerate, or are refused."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
+Make = Callable[..., "Loop"]
+
+
+class Loop:
+    """A model and its optimizer, prepared by stock accelerate or by ours."""
+
+    def __init__(self, model: Any, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.given_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        self.model, self.optimizer = accelerator.prepare(model, self.given_optimizer)
+
+    def end_step(self, loss: Any) -> list[float]:
+        """Return the loss and the norm of its gradients."""
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [float(loss.detach()), float(norm)]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Loop] = []
+
+    def one(model: Any, *, is_stock: bool = False) -> Loop:
+        if is_stock:
+            return Loop(model, accelerate.Accelerator(cpu=True))
+        offload = {**BUDGETS, "ssd": str(tmp_path / str(len(made)))}
+        plugin = hf_lohan.LohanPlugin(offload=offload)
+        made.append(Loop(model, hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)))
+        return made[-1]
+
+    yield one
+    for loop in made:
+        loop.accelerator.offload_engine.close()
+
+
+def halve(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def add_one_hundredth(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(0.01)
+
+
+def with_hooks_on_sums(loop: Loop) -> list[float]:
+    for parameter in loop.model.model.layers[1].parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+        parameter.register_post_accumulate_grad_hook(add_one_hundredth)
+    return [number for seed in range(3) for number in loop.end_step(loop.model(**tiny_batch(seed=seed)).loss)]
+
+
+def with_other_tensors(loop: Loop) -> list[float]:
+    numbers = []
+    for seed in range(3):
+        halved = {name: weight * 0.5 for name, weight in loop.model.named_parameters()}
+        numbers += loop.end_step(functional_call(loop.model, halved, (), tiny_batch(seed=seed)).loss)
+    return numbers
+
+
+def with_a_cache(loop: Loop, *, trains_first: bool, **how: Any) -> list[float]:
+    numbers = []
+    for seed in range(2):
+        ids = tiny_batch(seed=seed)["input_ids"]
+        with torch.set_grad_enabled(trains_first):
+            first = loop.model(input_ids=ids[:, :8], **how)
+        second = loop.model(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
+        numbers += loop.end_step(first.logits.square().mean() + second.logits.square().mean())
+        numbers += loop.end_step(loop.model(input_ids=ids, labels=ids).loss)  # recomputes its layers again
+    return numbers
+
+
+def on_the_cpu(loop: Loop) -> list[float]:
+    with save_on_cpu():
+        return loop.end_step(loop.model(**tiny_batch()).loss)
+
+
+PROGRAMS: dict[str, Callable[[Loop], list[float]]] = {
+    "hooks on sums": with_hooks_on_sums,
+    "functional_call": with_other_tensors,
+    "a cache with a graph": partial(with_a_cache, trains_first=True, use_cache=True),
+    "a cache without a graph": partial(with_a_cache, trains_first=False),
+    "save_on_cpu": on_the_cpu,
+}
+
+
+def model_with_cache() -> Any:
+    return tiny_model("llama", use_cache=True)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_it_equals_stock_accelerate(program: Callable[[Loop], list[float]], make: Make) -> None:
+    stock, ours = make(model_with_cache(), is_stock=True), make(model_with_cache())
+    expected, found = program(stock), program(ours)
+    assert found == pytest.approx(expected, rel=1e-6, abs=0) and found[::2] == expected[::2]
+    access = hf_lohan.engine_of(ours.model).parameters
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(access.read_parameter(name), parameter), name
+
+
+def two_backwards(loop: Loop) -> None:
+    with_hooks_on_sums(loop)
+    for seed in range(2):
+        loop.accelerator.backward(loop.model(**tiny_batch(seed=seed)).loss)
+
+
+def together(loop: Loop) -> None:
+    loop.model.lm_head.weight.register_hook(torch.sign)
+    backward = loop.accelerator.backward
+    batches = [tiny_batch(seed=seed) for seed in range(2)]
+    loop.accelerator.run_micro_batches([lambda b=batch: backward(loop.model(**b).loss) for batch in batches])
+
+
+def with_lossy_hooks(loop: Loop) -> None:
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loop.model(**tiny_batch())
+
+
+def zero_moments(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def zero_moments_if_any(loop: Loop) -> None:
+    state = loop.optimizer.state[loop.model.lm_head.weight]
+    if "exp_avg" in state:
+        state["exp_avg"].zero_()
+
+
+def count_states(loop: Loop) -> int:
+    return len(loop.optimizer.state[loop.model.lm_head.weight])
+
+
+def new_states(loop: Loop) -> None:
+    loop.optimizer.state = collections.defaultdict(dict)
+
+
+STATES = r"the states of an offloaded optimizer are in the store.*save the model and start a new run"
+REFUSED: dict[str, tuple[Callable[[Loop], Any], str]] = {
+    "hooks on sums": (two_backwards, "hook of register_post_accumulate_grad_hook.*gradient_accumulation_steps=1"),
+    "hooks together": (together, r"lm_head.weight has a hook on its gradient.*\(vertical_micro_batches: false or auto"),
+    "a cache by default": (partial(with_a_cache, trains_first=True), "no key-value cache.*with use_cache=True"),
+    "a cache that is read": (
+        lambda loop: loop.model(**tiny_batch()).past_key_values.get_seq_length(),
+        "no key-value cache.*with use_cache=True",
+    ),
+    "saved tensors": (with_lossy_hooks, "within torch.autograd.graph.saved_tensors_hooks.*call the model outside"),
+    "states cleared": (lambda loop: loop.optimizer.state.clear(), STATES),
+    "states zeroed": (zero_moments, STATES),
+    "states zeroed if any": (zero_moments_if_any, STATES),
+    "states counted": (count_states, STATES),
+    "states replaced": (new_states, STATES),
+}
+
+
+@pytest.mark.parametrize(("program", "message"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused(program: Callable[[Loop], Any], message: str, make: Make) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        program(make(model_with_cache()))
+    assert re.search(message, str(caught.value)), caught.value
+
+
+def test_the_optimizer_that_was_prepared_refuses_too(make: Make) -> None:
+    loop = make(tiny_model("llama"))
+    with pytest.raises(ValueError, match=STATES):
+        loop.given_optimizer.state.clear()
+    assert copy.deepcopy(loop.given_optimizer.state) == {}
