@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
-from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
+from hf_lohan.compat.torch_private import call_behind_backward, has_gradient_hook, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
 from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import FollowedPlan, PassName
@@ -498,6 +498,11 @@ class OneForward:
         self._pass.take_gradient(part, parameter)
 
     def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        if has_gradient_hook(part.parameter):
+            raise RuntimeError(
+                f"{part.name} has a hook on its gradient, which is not called for experts that stream one by one; "
+                "remove the hook, or set experts: with_layer"
+            )
         self._pass.begin_backward()
         self._pass.send_gradient(part, gradient)
 

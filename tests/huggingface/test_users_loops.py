@@ -185,6 +185,18 @@ def test_it_is_refused(program: Callable[[Loop], Any], message: str, make: Make)
     assert re.search(message, str(caught.value)), caught.value
 
 
+def test_hooks_on_experts_that_stream_are_refused(tmp_path: Path) -> None:
+    offload = {"cpu_memory": "32MiB", "gpu_memory": "8MiB", "experts": "streamed", "ssd": str(tmp_path)}
+    loop = Loop(
+        tiny_model("mixtral", num_layers=2),
+        hf_lohan.Accelerator(cpu=True, lohan_plugin=hf_lohan.LohanPlugin(offload=offload)),
+    )
+    loop.model.model.layers[0].mlp.experts.down_proj.register_hook(torch.sign)
+    with pytest.raises(RuntimeError, match=r"experts\.down_proj has a hook on its gradient.*experts: with_layer"):
+        loop.end_step(loop.model(**tiny_batch()).loss)
+    loop.accelerator.offload_engine.close()
+
+
 def test_the_optimizer_that_was_prepared_refuses_too(make: Make) -> None:
     loop = make(tiny_model("llama"))
     with pytest.raises(ValueError, match=STATES):
