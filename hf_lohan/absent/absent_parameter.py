@@ -126,7 +126,7 @@ class AbsentParameter(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         with without_torch_function():
-            handle = super().register_post_accumulate_grad_hook(hook)
+            handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         take_gradients_last(self)
         return handle
 

@@ -45,14 +45,14 @@ _Refusing: Any = type("_Refusing", (dict,), {**dict.fromkeys(_REFUSED, _refuse),
 """An empty dict that raises ValueError for each use, but is pickled and copied as an empty dict."""
 
 
-class _StatesInStore(_Refusing):
+class _StatesInStore(_Refusing):  # type: ignore[misc]
     """The `state` of an optimizer."""
 
     def __missing__(self, parameter: Any) -> Any:
         return _NoStates()
 
 
-class _NoStates(_Refusing):
+class _NoStates(_Refusing):  # type: ignore[misc]
     def __missing__(self, kind: str) -> NoReturn:
         raise ValueError(
             f"the state {kind!r} of a parameter is in the store and not in optimizer.state; read it with "
