@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import platform
 import time
 from collections.abc import Sequence
@@ -30,6 +31,13 @@ class _Reached(Event, Stamp):
         return self._at_s
 
 
+def _in_ram(memory: Tensor) -> Tensor:
+    """Take RAM for all pages of new memory at once, as pinning does. Memory that is too much for the machine is then
+    refused at the start of a run and not in a later step."""
+    memory[:: mmap.PAGESIZE] = 0
+    return memory
+
+
 class CpuDevice(Device):
     """A device that uses host memory as device memory, with the same budget and slots."""
 
@@ -38,13 +46,13 @@ class CpuDevice(Device):
     shares_cores = True
 
     def empty(self, num_bytes: int) -> Tensor:
-        return mapped_empty(num_bytes)
+        return _in_ram(mapped_empty(num_bytes))
 
     def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
         return torch.from_numpy(memory.numpy()[start : start + num_bytes])
 
     def host_empty(self, num_bytes: int) -> Tensor:
-        return mapped_empty(num_bytes)
+        return _in_ram(mapped_empty(num_bytes))
 
     def stamp(self, lane: Lane) -> Stamp:
         return _Reached()

@@ -18,7 +18,7 @@ from hf_lohan.costs import SizeClass
 from hf_lohan.costs.step.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.device import BufferPool, CpuDevice, Event
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
-from hf_lohan.engine.events import EngineEvents, FollowedPlan
+from hf_lohan.engine.events import EngineEvents, FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_pass import ForwardPass, PassParts
 from hf_lohan.engine.planned_memory import PlannedMemory
@@ -427,6 +427,12 @@ def build_pass_parts(
     Updates in backward may borrow slots, unless the slots have rounded weights. A borrowed slot cannot block another
     rank, because a rank whose backward has not reached the block waits only for earlier loads.
     """
+
+    def block_began(name: PassName, block: Block) -> None:
+        if plan.memory.process is not None:
+            plan.memory.process.return_holes()
+        events.block_began(name, block)
+
     return PassParts(
         device=tiers.device,
         ring=ring,
@@ -439,7 +445,7 @@ def build_pass_parts(
         groups=updates.groups,
         plan=plan,
         lifetime=lifetime,
-        block_began=events.block_began,
+        block_began=block_began,
         is_final_backward=events.is_final_backward,
         slots=ring if not tiers.codecs.rounds_weights else None,
         block_of=updates.block_of,

@@ -18,6 +18,7 @@ from hf_lohan.config import AUTO, OffloadConfig, ResolvedConfig
 from hf_lohan.costs import GRAPH, ActivationPlacements, BudgetError
 from hf_lohan.device import BufferPool
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
+from hf_lohan.engine.process_memory import ProcessMemory
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
@@ -75,6 +76,8 @@ class PlannedMemory:
         """Bytes that one micro-batch could swap. Empty until they are known."""
         self._num_chunks = 1
         """Largest number of chunks in which a layer runs. Each chunk has tensors of its own."""
+        self.process: ProcessMemory | None = None
+        """The RAM of this process; None without a plan."""
         self._staging: BufferPool | None = None
         self._spill_files: RecordFiles | None = None
 
@@ -89,6 +92,8 @@ class PlannedMemory:
         if not self._has_copies:
             self.layout = planned.layout
             self.allocate_copies()
+        if self.process is None:
+            self.process = ProcessMemory(self._activation_ram_bytes, self._tiers.links.ranks.num_local)
         self._make_room_for_keys(planned.layout)
         self.sizes = planned.activation_bytes
         self._num_chunks = max((layer.num_chunks for layer in planned.profile.layers), default=1)
@@ -96,6 +101,19 @@ class PlannedMemory:
             plan = planned.plan
             self._activations.set_windows(fetch_ahead=plan.fetch_ahead, layers_leaving=plan.layers_leaving)
             self.set_placements(plan.activations)
+        on_device = planned.plan.prediction.tier_bytes["gpu"]
+        tensors_bytes = on_device["activations"] + on_device["working_set"]
+        self.process.follow_plan(
+            activation_ram_bytes=self._activation_ram_bytes,
+            tensors_bytes=tensors_bytes if self._tiers.device.memory_is_host else 0,
+            shared_bytes=self._tiers.own_shared_bytes + self.layout.shared_key_bytes,
+        )
+
+    @property
+    def _activation_ram_bytes(self) -> int:
+        """RAM that is allocated for activations."""
+        staging = self._staging
+        return self._tiers.shared_ram.num_bytes + (staging.num_buffers * staging.buffer_bytes if staging else 0)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
         """Leave more RAM to keys and values if shared rows are longer than earlier rows. Raises RuntimeError if
@@ -152,6 +170,8 @@ class PlannedMemory:
 
     def begin_step(self) -> None:
         """Choose the placements if the last step was traced. Called at the first forward after a step."""
+        if self.process is not None:
+            self.process.end_step()
         if self._end_watching():
             self._swap_traced_layers()
 

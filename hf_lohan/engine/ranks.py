@@ -285,6 +285,11 @@ class RankMemory:
     experts: SharedRegion | None
     """Memory through which the ranks of this node lend each other experts. None if they lend none."""
 
+    @property
+    def num_bytes(self) -> int:
+        regions = (self.gradients, self.weights, self.experts)
+        return sum(region.bytes.nbytes for region in regions if region is not None)
+
 
 def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
     """Open the shared memory of a node's ranks, or return None for a single rank. All ranks call this together."""

@@ -72,6 +72,11 @@ class Tiers:
         """Largest number of bytes of all host pools that were in use at once."""
         return sum(pool.high_water_bytes for pool in self.pools)
 
+    @property
+    def own_shared_bytes(self) -> int:
+        """This rank's part of the RAM that the ranks of its node share, in bytes."""
+        return 0 if self.rank_memory is None else self.rank_memory.num_bytes // self.links.ranks.num_local
+
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()

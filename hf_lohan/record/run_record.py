@@ -136,6 +136,10 @@ class RunRecord:
         self._is_announced = True
         layout, tiers, config = self.engine.layout, self.engine.tiers, self.engine.config
         step = f"a step should take {planned.step_s:.3g} s, bound by {planned.bottleneck}" if planned else "not planned"
+        in_all = ""
+        if (process := self.engine.planned_memory.process) is not None:
+            process.note_peak(self._peak.peak_bytes)
+            in_all = f"the process should take {format_bytes(process.expected_bytes)} of RAM in all; "
         wear = self._wear()
         words = f"; {wear.words}" if wear is not None else ""
         if wear is not None and wear.is_much and self.engine.links.ranks.rank == 0:
@@ -146,7 +150,7 @@ class RunRecord:
             f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store.size_bytes)}); "
             f"RAM: {format_bytes(layout.cpu_bytes)} of {format_bytes(config.cpu_memory)}; device memory: "
             f"{format_bytes(layout.plan.gpu_pool_bytes)} of {format_bytes(config.gpu_memory)}; "
-            f"{step}{words}{self._need_not()}"
+            f"{in_all}{step}{words}{self._need_not()}"
         )
 
     def _wear(self) -> Wear | None:
@@ -242,6 +246,7 @@ class RunRecord:
             **device_memory(engine, self._plan),
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
+            **({"planned_process_bytes": process.expected_bytes} if (process := engine.planned_memory.process) else {}),
             **({"peak_shared_key_bytes": keys.peak_bytes} if (keys := tiers.row_memory) is not None else {}),
             **tiers.codecs.figures(),
             **({"embedding_rows_bytes": rows.num_bytes} if (rows := engine.embedding_rows) is not None else {}),
