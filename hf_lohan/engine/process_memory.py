@@ -10,7 +10,7 @@ from hf_lohan.device import available_host_memory_bytes
 from hf_lohan.hardware import anonymous_memory_bytes
 from hf_lohan.threads import return_freed_memory
 
-_LITTLE_SHARE = 64
+_LITTLE_SHARE = 40
 """1 / `_LITTLE_SHARE` of the RAM of a process is little."""
 
 
@@ -19,7 +19,7 @@ class ProcessMemory:
 
     Freed tensors leave holes in the heap. glibc before 2.38 needs a larger hole for a tensor of the same size, to align
     it, so holes grow to 1.5 times the tensors. Steps without holes would be longer, because new tensors would take new
-    pages. So the first step may leave holes, as large as the tensors together, and later steps no more than that.
+    pages. So the first step may leave holes, as large as the tensors together, and later steps a little more.
     """
 
     def __init__(self, activation_ram_bytes: int, num_local: int) -> None:
@@ -52,12 +52,21 @@ class ProcessMemory:
     @property
     def expected_bytes(self) -> int:
         """RAM that the process should take at the peak of a step, with its part of shared RAM, in bytes."""
-        return max(self._needed_bytes, self._first_step_bytes, self._peak_bytes) + self._shared_bytes
+        first_bytes = max(self._needed_bytes, self._first_step_bytes, self._peak_bytes)
+        return first_bytes + (self._little_bytes // 2 if self._leaves_holes else 0) + self._shared_bytes
+
+    @property
+    def _little_bytes(self) -> int:
+        """Bytes by which the process may grow after the first step."""
+        return self._needed_bytes // _LITTLE_SHARE
+
+    @property
+    def _leaves_holes(self) -> bool:
+        return self._tensors_bytes >= self._little_bytes
 
     def return_holes(self) -> None:
         """Have glibc return its free memory if there are too many holes. Call this before each block of a pass."""
-        little_bytes = self._needed_bytes // _LITTLE_SHARE
-        if self._tensors_bytes < little_bytes:
+        if not self._leaves_holes:
             return
         now_bytes = anonymous_memory_bytes()
         if self._is_first_step:
@@ -65,7 +74,7 @@ class ProcessMemory:
             left_bytes = self._free_bytes - (self._needed_bytes - self._beside_bytes)
             most_bytes = self._needed_bytes + max(0, min(self._tensors_bytes, left_bytes // 2))
         else:
-            most_bytes = max(self._needed_bytes, self._first_step_bytes) + little_bytes
-        if now_bytes > max(most_bytes, self._returned_to_bytes + little_bytes):
+            most_bytes = max(self._needed_bytes, self._first_step_bytes) + self._little_bytes
+        if now_bytes > max(most_bytes, self._returned_to_bytes + self._little_bytes):
             return_freed_memory()
             self._returned_to_bytes = anonymous_memory_bytes()
