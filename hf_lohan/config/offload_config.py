@@ -179,8 +179,8 @@ class OffloadConfig:
     is always loaded whole if it is tied to the head or not only used for lookups. "auto" is "whole"."""
 
     experts: ExpertSettings = table(ExpertSettings)
-    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A word sets the key `load`, as
-    in `experts: streamed`."""
+    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A string sets the key `load`,
+    as in `experts: streamed`."""
 
     ranks: RankSettings = table(RankSettings)
     """How several ranks work together."""

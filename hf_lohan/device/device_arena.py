@@ -148,7 +148,7 @@ class DeviceArena:
             self._note_deaths()
 
     def note_copy(self, lane: Lane, *tensors: Tensor) -> None:
-        """Note that a copy lane uses these tensors. Called when the copy is enqueued."""
+        """Record that a copy lane uses these tensors. Called when the copy is enqueued."""
         if not self._placed:
             return
         with self._lock:

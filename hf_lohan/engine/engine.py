@@ -144,8 +144,8 @@ class OffloadEngine:
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all micro-batches of a step through each block before the next block, so that weights move once. Each
-        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients
-        equal, to the bit, the gradients of micro-batches that run in turn.
+        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients are
+        bitwise equal to the gradients of micro-batches that run in turn.
 
         The functions run in threads, one at a time. After all have ended, this raises their first error, or
         RuntimeError if there is no loss.

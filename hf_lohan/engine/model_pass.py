@@ -180,7 +180,7 @@ class ModelPass:
         return self._saving is not None
 
     def note_changed_weight(self, name: str) -> None:
-        """Note that a weight was changed, so that the backward of an earlier forward is refused."""
+        """Record that a weight was changed, so that the backward of an earlier forward is refused."""
         if self._awaits_backward:
             self._changed = name
 
@@ -242,7 +242,7 @@ class ModelPass:
         return True
 
     def fail_forward(self) -> None:
-        """Note that a forward has raised."""
+        """Record that a forward has raised."""
         self._is_running = False
 
     def end_forward(self, *, is_training: bool) -> None:

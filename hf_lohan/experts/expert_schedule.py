@@ -260,7 +260,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
             heapq.heappush(now.again, layer)
 
     def use(self, block: Block) -> None:
-        """Note that the running call computes with the block, and does not need it again."""
+        """Record that the running call computes with the block, and does not need it again."""
         now = self._pass
         layer, expert = self._at[block]
         if now is None or layer != self._layer_at(now, now.visit):
@@ -273,10 +273,10 @@ class ExpertSchedule(PassSchedule[_Pass]):
                 del counts[expert]
 
     def use_for_operation(self, block: Block) -> None:
-        """Note that a single operation reads weights of the block. This changes no prediction."""
+        """Record that a single operation reads weights of the block. This changes no prediction."""
 
     def note_displaced(self, block: Block) -> None:
-        """Note that the block was overwritten. It is loaded again if a visit of this pass needs it."""
+        """Record that the block was overwritten. It is loaded again if a visit of this pass needs it."""
         visit, now = self.next_use(block) // 2, self._pass
         if now is None or visit >= 2 * len(self._layers):
             return

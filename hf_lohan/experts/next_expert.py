@@ -71,7 +71,7 @@ class FarthestUse:
         self._place = place
 
     def note_next_use(self, slot: Slot) -> None:
-        """Note that the slot has a new block, or that its block has a new next use."""
+        """Record that the slot has a new block, or that its block has a new next use."""
         self._take_out(slot)
         place = _EMPTY if slot.block is None else self._next_use(slot.block)
         slots = self._at.get(place)
@@ -173,13 +173,13 @@ class NextExpert(NextLoad):
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """Note that the slot's block was pinned. Called after `ExpertSchedule.use`."""
+        """Record that the slot's block was pinned. Called after `ExpertSchedule.use`."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """Note that the schedule of the layer's experts has changed."""
+        """Record that the schedule of the layer's experts has changed."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
                 self._farthest.note_next_use(self._ring.slot_of(block))

@@ -320,7 +320,7 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
             "ranks.per_row needs a mask in which a token sees all earlier tokens, or the earlier tokens of a window or "
-            "its document, but the mask of this model has another form; leave ranks.per_row out"
+            "its document, but the mask of this model has an unsupported shape; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length
@@ -531,7 +531,7 @@ class LayerCall:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (length, length):
             if tokens.start == 0 and tokens.stop == length:
                 return self._cut(mask, tokens)
-            raise NotCuttableError("has a mask of another form")
+            raise NotCuttableError("has a mask of unsupported shape")
         if mask.shape[0] == rows:
             mask = mask[tokens.first_row : tokens.last_row]
         return mask[:, :, tokens.start : tokens.stop, : tokens.stop]
@@ -561,7 +561,7 @@ def _only_dim(tensor: Tensor, size: int, *, preferred: int, before: int | None =
     """Return the dimension of a tensor with ``size`` elements, or None. Dimensions from ``before`` on are ignored."""
     dims = [dim for dim, of_dim in enumerate(tensor.shape[:before]) if of_dim == size]
     if len(dims) > 1 and preferred not in dims:
-        raise NotCuttableError("has an input whose dimensions are not clear")
+        raise NotCuttableError("has an input with ambiguous dimensions")
     return None if not dims else preferred if preferred in dims else dims[0]
 
 

@@ -1,7 +1,7 @@
 """Update rules. A rule defines an optimizer's states for each parameter, and its step on a float32 chunk.
 
 Each rule calls torch's function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim` does on
-a CPU, or the fused kernel (Adam and AdamW), so that results equal torch's to the bit.
+a CPU, or the fused kernel (Adam and AdamW), so that results are bitwise equal to torch's.
 """
 
 from __future__ import annotations

@@ -171,13 +171,13 @@ class MissedSteps:
         return {chunk.block for chunk in self._added or ()}
 
     def catch_up(self, chunk: Chunk) -> None:
-        """Note that the chunk's records have all missed steps, or will have them before anyone reads them."""
+        """Record that the chunk's records have all missed steps, or will have them before anyone reads them."""
         with self._lock:
             if chunk in self._applied:
                 self._caught_up[chunk] = self._applied.pop(chunk)
 
     def undo(self) -> None:
-        """Note that updates of the step in progress were undone."""
+        """Record that updates of the step in progress were undone."""
         with self._lock:
             self._applied.update(self._caught_up)
             self._caught_up.clear()
@@ -249,7 +249,7 @@ class MissedSteps:
                     self._applied.update(dict.fromkeys(self._chunks[block], self._now - behind))
 
     def forget_block(self, block: Block) -> None:
-        """Note that the block's records have all missed steps. No step may be in progress."""
+        """Record that the block's records have all missed steps. No step may be in progress."""
         with self._lock:
             for chunk in self._chunks.get(block, ()):
                 self._applied.pop(chunk, None)

@@ -237,7 +237,7 @@ class BlockLoader:
             self._next_load.end_load(load)
 
     def _note_arrival(self, block: Block) -> None:
-        """Note that the block's load is enqueued. The caller holds the lock."""
+        """Record that the block's load is enqueued. The caller holds the lock."""
 
 
 class LayerLoader(BlockLoader):

@@ -41,7 +41,7 @@ class NextLoad(ABC):
         return bool(self.urgent)
 
     def end_load(self, load: SlotLoad) -> None:  # noqa: B027
-        """Note that the load was published or abandoned."""
+        """Record that the load was published or abandoned."""
 
 
 class NextLayer(NextLoad):

@@ -68,7 +68,7 @@ class PassState:
     has_begun: bool = False
 
     def expect_backward(self) -> None:
-        """Note that the pass has a backward."""
+        """Record that the pass has a backward."""
         self.is_training = True
 
 
@@ -126,11 +126,11 @@ class PassSchedule(ABC, Generic[PassT]):
 
     @abstractmethod
     def use(self, block: Block) -> None:
-        """Note that compute needs the block now."""
+        """Record that compute needs the block now."""
 
     @abstractmethod
     def use_for_operation(self, block: Block) -> None:
-        """Note that a single operation needs the block now."""
+        """Record that a single operation needs the block now."""
 
     @abstractmethod
     def _expect_pass(self, *, is_training: bool) -> PassT: ...
@@ -234,7 +234,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         return self._now.last_use.get(block, -1)
 
     def note_displaced(self, block: Block) -> None:
-        """Note that the block was overwritten out of turn. If the pass needs the block again, it is loaded again."""
+        """Record that the block was overwritten out of turn. If the pass needs the block again, it is loaded again."""
         place = self.next_use(block)
         if place != NEVER:
             heapq.heappush(self._now.again, place)

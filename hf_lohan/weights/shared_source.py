@@ -508,7 +508,7 @@ class SharedWeights(Rounds):
             self._note_stale(load, [self._ranks.rank])
 
     def _note_stale(self, load: _SharedLoad, ranks: Sequence[int]) -> None:
-        """Note that these ranks have sent shards of a later period, before this rank says that its memory is filled."""
+        """Record that these ranks have sent shards of a later period. Called before this rank reports filled memory."""
         with self.lock:
             for rank in ranks:
                 self._own_stale.setdefault(load.number, rank)

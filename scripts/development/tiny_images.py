@@ -408,7 +408,7 @@ def mend(name: str) -> None:
         MoeCausalLMOutputWithPast.image_outputs = None
 
 
-_TIMM = "its vision tower is one of the package timm, which is not installed here"
+_TIMM = "its vision tower is from the package timm, which is not installed here"
 NOT_TRIED_WITH_IMAGES = {
     "DiffusionGemmaForBlockDiffusion": "its forward computes no loss",
     "EvollaForProteinText2Text": "reads proteins, not images",

@@ -1,4 +1,4 @@
-"""Ranks commit together. If one of them is killed anywhere, all continue from the same commit, to the bit."""
+"""Ranks commit together. If one of them is killed anywhere, all continue from the same commit, bit for bit."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Recorder(FakeOperations):
             self._note_uses(keys)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Note that the tensor is the gradient of a weight."""
+        """Record that the tensor is the gradient of a weight."""
         if (held := self._alive.get(storage_id(gradient))) is not None:
             held[0].kind, held[0].name = "gradient", name
 
@@ -161,7 +161,7 @@ class _Recorder(FakeOperations):
             self._note_uses(dict.fromkeys((*inputs, *outputs)))
 
     def _note_uses(self, keys: Iterable[int]) -> None:
-        """Note that the last operation uses these storages."""
+        """Record that the last operation uses these storages."""
         number = len(self.step.operations) - 1
         for key in keys:
             if key in self._weights:

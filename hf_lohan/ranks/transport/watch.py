@@ -175,7 +175,7 @@ class Watch:
             self.beat()
 
     def note_closed(self, lane: str) -> None:
-        """Note that this rank takes part in no later operation of a lane."""
+        """Record that this rank takes part in no later operation of a lane."""
         self._closed.append(lane)
 
     @contextmanager

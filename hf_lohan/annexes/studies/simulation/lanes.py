@@ -119,7 +119,7 @@ class _Run:
         self._shared: list[tuple[float, int]] = []
         """Heap of (value of `_core_s` at which the task ends, task), for tasks on shared lanes."""
         self._core_s = 0.0
-        """Seconds of work that a shared lane would have done so far if it was always busy."""
+        """Seconds of work that a shared lane would have done so far if it had always been busy."""
         self._now = 0.0
         self._chosen: int | None = None
         """The next task of the drives, if they look ahead."""
