@@ -103,7 +103,7 @@ class ChunkedLayer:
         """Whether the layer runs whole, for example to be traced."""
         self._before = vars(layer).get("forward")
         self.reason_on_paper: str | None = None
-        """Why the layer cannot be cut, by the last trace on fake tensors. The text completes "because each ..."."""
+        """Why the layer cannot be cut, in the last trace on fake tensors. The text completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
         """Maps (whether rows are split, whether the layer trains) to the reason why the layer stays whole, or to None
         if it is cut. An evaluation draws no random numbers."""

@@ -174,7 +174,7 @@ class RunStores:
 
     state: Literal["nothing", "own", "reshardable", "lost"]
     """"own": each rank of this run has its store. "reshardable": all stores are there, but for another number of ranks
-    or in other places. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
+    or at other paths. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Lists of ssd paths, without a rank's folder. The first list is this rank's."""
     generation: int = 0
@@ -252,7 +252,7 @@ def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: s
         return RunStores("nothing", directories, newest)
     is_own = found.num_ranks == ranks.num_ranks and all(store.is_own for store in found.stores.values())
     if not why_lost and not is_own and not found.newest.is_resumable:
-        why_lost = "they have no whole step, as with durability: checkpoint"
+        why_lost = "they have no complete step, as with durability: checkpoint"
     ids = {rank: store.store_id for rank, store in found.stores.items()}
     unneeded = [one for one in sets if one is not found and _is_unneeded(one, found, sets)]
     next_generation = 1 + max(one.generation for one in sets if not _is_worthless(one, sets))

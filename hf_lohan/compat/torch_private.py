@@ -312,7 +312,7 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Disable the present forward hooks of the model and its modules within this context."""
+    """Disable the current forward hooks of the model and its modules within this context."""
     before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}
     for module in before:
         module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()

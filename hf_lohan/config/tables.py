@@ -49,7 +49,7 @@ def setting(default: Any, check: SettingCheck, *, here: Callable[[Any, Any], obj
 
 
 def choice(of: Any) -> SettingCheck:
-    """Return the check of a setting whose values are the words of a Literal."""
+    """Return the check of a setting whose values are the strings of a Literal."""
     return partial(check_choice, allowed=get_args(of))
 
 
@@ -65,7 +65,7 @@ class SettingTable:
 
     NAME: ClassVar[str]
     WORD: ClassVar[str | None] = None
-    """The key that a word in place of the table sets."""
+    """The key that a string in place of the table sets."""
 
     def __post_init__(self) -> None:
         check_fields(self, type(self), self.key_of)
@@ -84,7 +84,7 @@ AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
-    """Convert a mapping, or a word in place of it, to an instance of ``of``. Raises ConfigError."""
+    """Convert a mapping, or a string in place of it, to an instance of ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
         case SettingTable() if isinstance(value, of):

@@ -141,7 +141,7 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
 def or_auto(
     check: Callable[[str, object], Checked], words: str = ", or 'auto'"
 ) -> Callable[[str, object], Checked | Literal["auto"]]:
-    """Return a check that accepts "auto", and else calls ``check``. ``words`` end the error for other values."""
+    """Return a check that accepts "auto", and otherwise calls ``check``. ``words`` end the error for other values."""
 
     def check_or_auto(name: str, value: object) -> Checked | Literal["auto"]:
         if value == AUTO:
@@ -212,7 +212,7 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def check_collectives(name: str, value: object) -> Collectives:
-    """Convert a word, a table or a `Collectives` to a `Collectives`. Raises ConfigError."""
+    """Convert a string, a table or a `Collectives` to a `Collectives`. Raises ConfigError."""
     match value:
         case Collectives():
             return value
@@ -231,7 +231,7 @@ def check_collectives(name: str, value: object) -> Collectives:
 
 
 def check_quantize(name: str, value: object) -> Quantization:
-    """Convert a word, a table or a `Quantization` to a `Quantization`. Raises ConfigError."""
+    """Convert a string, a table or a `Quantization` to a `Quantization`. Raises ConfigError."""
     try:
         return Quantization.parse(value)
     except ValueError as error:

@@ -182,8 +182,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations that stay on the
-    device. `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
+    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations kept on the device.
+    `working_bytes`: the minimum working memory beside them. `least_swapped_bytes`: the minimum to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
@@ -308,7 +308,7 @@ _STATE_BYTES_PER_PARAM = 16.0
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, *, has_allocator: bool) -> InMemoryFit:
-    """Return whether training fits `memory_bytes` by `stock_training_fit`, if necessary with recomputation."""
+    """Return whether training fits `memory_bytes` (`stock_training_fit`), if necessary with recomputation."""
     kept, recomputed = (
         stock_training_fit(
             model, memory_bytes, _STATE_BYTES_PER_PARAM, recomputes=recomputes, has_allocator=has_allocator

@@ -82,7 +82,7 @@ class ExpertsProfile:
 
     @property
     def all_hit_from_tokens(self) -> int | None:
-        """The least number of tokens at which the rarest of E experts is unused in less than one of 2E micro-batches.
+        """The minimum number of tokens at which the rarest of E experts is unused in less than one of 2E micro-batches.
         The expected number of unused experts is then below one half. None if some experts are never chosen."""
         rarest = min(self.chances, default=self.num_chosen / self.num_experts)
         if rarest <= 0:

@@ -248,7 +248,7 @@ class ExpertPrediction:
     active_params: int
     """Number of parameters that a token uses, including parameters outside the experts."""
     all_hit_from_tokens: int | None
-    """The least number of tokens at which the expected number of unused experts of a layer is below one half. None if
+    """The minimum number of tokens at which the expected number of unused experts of a layer is below one half. None if
     some experts are never chosen."""
 
 

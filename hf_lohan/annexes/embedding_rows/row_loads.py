@@ -173,7 +173,7 @@ class ShardedRows(Rounds):
         return not all(is_closed for *_, is_closed in told)
 
     def break_off(self, error: BaseException) -> None:
-        """Let `fill` raise ``error``."""
+        """Make `fill` raise ``error``."""
 
     def _serve(self, rank: int, num_ids: int, period: int) -> None:
         """Send rows of this rank's shard to rank ``rank``, which may be this rank itself."""
@@ -239,7 +239,7 @@ class ShardedRows(Rounds):
 
 
 class EmbeddingRows(RowLoads):
-    """Brings the rows of a batch's tokens to the device."""
+    """Loads the rows of a batch's tokens to the device."""
 
     def __init__(self, device: Device, source: OwnRows | ShardedRows, landing: Tensor | None) -> None:
         """``landing``: host memory from which rows are copied to the device. None if the device uses host memory."""

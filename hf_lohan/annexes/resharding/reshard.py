@@ -51,7 +51,7 @@ class BalancedOwners:
     num_nodes: int
     num_rows: int
     most_before: float
-    """Most rows of a rank divided by the mean of ranks, with the former owners. Mean over layers, weighted by rows."""
+    """Maximum rows of a rank over the mean of ranks, with the former owners. Mean over layers, weighted by rows."""
     most_after: float
     """The same with `owners`."""
 

@@ -48,7 +48,7 @@ from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.versions import Checksums
 
 _TOGETHER_BYTES = 256 << 20
-"""All ranks meet after one rank has copied this many bytes, because a rank that waits longer would count as hung."""
+"""All ranks synchronize after one has copied this many bytes, because a rank that waits longer would count as hung."""
 
 
 def reshard_together(

@@ -82,14 +82,14 @@ class TaskGraph:
         return number
 
     def link(self, before: int | None, after: int) -> None:
-        """Let the task ``after`` begin only when the task ``before`` has ended. None is no task."""
+        """Make the task ``after`` begin only when the task ``before`` has ended. None is no task."""
         if before is not None:
             self._after[before].append(after)
             self._before[after].append(before)
             self._num_before[after] += 1
 
     def skip_unless_ended(self, task: int, other: int) -> None:
-        """Let a task take no time if ``other`` has not ended by the time when the task could begin."""
+        """Make a task take no time if ``other`` has not ended by the time when the task could begin."""
         self._only_if_ended[task] = other
 
     def last_before(self, task: int, ends_s: list[float]) -> int | None:
