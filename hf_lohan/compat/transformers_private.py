@@ -378,7 +378,7 @@ def replace_attention(name: str, replacement: Callable[..., Any]) -> None:
         type(ALL_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
 
 
-# # Outputs that models record from their modules, such as routers' logits.
+# Outputs that models record from their modules, such as routers' logits.
 
 
 def recorded_names() -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class DeviceGroup(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End all present and later exchanges. The values of the tensors that they receive are undefined. Any thread
+        """End all current and later exchanges. The values of the tensors that they receive are undefined. Any thread
         may call this."""
 
 
@@ -176,7 +176,7 @@ class Device(DeviceMemory):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Return how many more bytes this process could allocate, in addition to its present tensors."""
+        """Return how many more bytes this process could allocate, in addition to its current tensors."""
 
     def memory_peak(self) -> MemoryPeak | None:
         """Return the peaks since the process began or torch's counters were reset, or None if the device does not

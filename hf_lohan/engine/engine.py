@@ -232,7 +232,7 @@ class OffloadEngine:
         return self.last_step is not None and self.last_step.not_finite is not None
 
     def clip_by(self, way: ClipWay) -> None:
-        """Set how steps clip. This applies from the next step on, or now if the present step has had no backward."""
+        """Set how steps clip. This applies from the next step on, or now if the current step has had no backward."""
         self._step.clip_by(way)
 
     def go_back_to_commit(self) -> Commit:

@@ -142,7 +142,7 @@ class UsedBlocks:
         self._num_since_backward = 0
 
     def unused(self, blocks: Iterable[Block], num_changes: int) -> set[Block]:
-        """Return the blocks that the present backward does not reach. The backward may belong to any forward of the
+        """Return the blocks that the current backward does not reach. The backward may belong to any forward of the
         step, unless forwards and backwards took turns."""
         if num_changes != self._num_changes:
             return set()

@@ -167,7 +167,7 @@ def _layout_values(layout: OffloadLayout, config: ResolvedConfig) -> dict[str, A
         for dtype, part in ((block.master.working_dtype, part) for block, part in parts)
     }
     places = {
-        f"the place of {part.name} from element {part.first} on": (
+        f"the location of {part.name} from element {part.first} on": (
             f"{block.name}, element {part.start}, {part.packed or block.master.rule}"
         )
         for block, part in parts

@@ -114,7 +114,7 @@ class FarthestUse:
 
 
 class NextExpert(NextLoad):
-    """Chooses loads by an `ExpertSchedule`. At most two hints are loaded at once, so that a needed block waits little.
+    """Chooses loads by an `ExpertSchedule`. At most two hints load at once, so that a needed block waits only briefly.
 
     A call looks at no more slots or blocks than a layer has experts. The first call after the begin or end of a pass,
     or after a step, is an exception."""

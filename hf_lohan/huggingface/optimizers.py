@@ -146,7 +146,7 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose an optimizer by the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
+    """Choose an optimizer from the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
     ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
@@ -256,7 +256,7 @@ def _defaults_by_rule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Let ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
+    """Make ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
     optimizer.state.clear()  # Adagrad allocates states when it is created

@@ -34,7 +34,7 @@ def packed_forms(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
     """Return a dict from each packed parameter of `model` to its form. It is empty if `quantization` packs nothing.
-    Raises ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
+    Raises ValueError if no weight can be packed, or if an expert is not a whole number of blocks."""
     if not quantization.packs:
         return {}
     if quantization.weights:

@@ -86,7 +86,7 @@ class UpdateRule:
         return cls(match[1], tuple(kind for kind in match[2].split(", ") if kind))
 
     def settings_of(self, group: Mapping[str, Any]) -> Hashable:
-        """Return the present hyperparameters of a param group. Raises ValueError for a group of another optimizer, and
+        """Return the current hyperparameters of a param group. Raises ValueError for a group of another optimizer, and
         for hyperparameters that need a state without a record."""
         name = group.get(RULE_KEY, ADAMW.name)
         if name != self.name:

@@ -115,7 +115,7 @@ def read_lengths(path: str | Path) -> list[int]:
 
 
 _CLASS_FACTOR = 1.25
-"""Batches whose lengths differ by at most this factor have one class. A run plans anew for longer batches, too."""
+"""Batches whose lengths differ by at most this factor have one class. A run plans again for longer batches, too."""
 _MOST_CLASSES = 24
 """Largest number of classes. The last one also has all shorter batches."""
 

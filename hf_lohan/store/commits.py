@@ -63,7 +63,7 @@ class Commit:
     log_crc32: int = 0
     """CRC of this range. Unlike a hash, a CRC can be extended by later lines."""
     is_torn: bool = False
-    """Whether records are being changed in place, so that the store contains no whole step."""
+    """Whether records are being changed in place, so that the store contains no complete step."""
     model_folder: str = ""
     """Folder of the model files, relative to the store's first directory."""
     model_files: Mapping[str, str] = field(default_factory=dict)

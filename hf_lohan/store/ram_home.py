@@ -97,7 +97,7 @@ class RamHome:
 
     def unwritten(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (block, kind, offset in the record, values [numel]) of all granules that exist only in RAM. Each item
-        is one write. Half-changed granules are left out, and still count as being changed."""
+        is one write. Half-changed granules are left out and stay in flux."""
         for (block, kind), copy in self.copies.items():
             record = self._layout.record(block, kind)
             num_at_once = max(1, _WRITE_BACK_BYTES // record.granule_bytes)

@@ -162,7 +162,7 @@ class Versions:
             self._is_in_flux[part] = False
 
     def clear(self) -> None:
-        """Let all records except frozen parts read as zeros until they are written. The committed versions stay. No
+        """Make all records except frozen parts read as zeros until they are written. The committed versions stay. No
         write may be in progress.
 
         Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other. A

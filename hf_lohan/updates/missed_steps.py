@@ -155,8 +155,8 @@ class MissedSteps:
     def _note_settings(
         self, chunk: Chunk, by_name: dict[str, StepSettings], group_of: GroupOf, step_counts: StepCounts
     ) -> bool:
-        """Note a step's settings. Returns whether the parameters' step counts in this chunk equal those noted for
-        their parts in other chunks."""
+        """Record a step's settings. Returns whether the parameters' step counts in this chunk equal those of their
+        parts in other chunks."""
         for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
             number = step_counts[part] + 1
             if part.name not in by_name:

@@ -123,7 +123,7 @@ class GradientPipeline:
         return [] if exchange is None else [chunk for chunk in self._announced - arrived if exchange.is_shared(chunk)]
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Publish a gradient of earlier backwards. Copy it to `buffer` if other ranks cannot read where it is."""
+        """Publish a gradient of earlier backwards, moved to `buffer` if other ranks cannot read its current buffer."""
         self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     @property

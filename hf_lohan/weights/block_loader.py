@@ -40,8 +40,8 @@ class WeightSource(Protocol):
 
 class BlockLoader:
     """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use. The
-    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always next. A block is
-    loaded ahead only into a slot whose present block is needed later than the new block, or not at all."""
+    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always next. A block is loaded
+    ahead only into a slot whose current block is needed later than the new block, or not at all."""
 
     def __init__(
         self,

@@ -200,7 +200,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
             self.num_unforeseen += 1
 
     def use_for_operation(self, block: Block) -> None:
-        """Note the use. Several operations in a row that read the same block are one use."""
+        """Record the use. Several operations in a row that read the same block are one use."""
         if self._now.used[-1:] != [block]:
             self.use(block)
 

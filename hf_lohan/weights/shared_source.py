@@ -8,8 +8,8 @@ each rank broadcasts its shard to the ranks with the same local number (`node_sh
 block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block or waits
 for others, all ranks begin to load each block that some rank wants. The rank with the fewest loads is first. A rank
 keeps the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped
-at random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
-rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
+at random, an evaluation of one rank) converge again by themselves. Heads also have the number of loads that are whole
+on a rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
 *Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
 the earliest period are served, so a rank that has stepped waits for the others. If a rank changes a block that another
@@ -232,7 +232,7 @@ class SharedWeights(Rounds):
         self._links.fail(error)
 
     def close(self) -> None:
-        """Take part in no more loads. The files may be closed afterwards."""
+        """Leave all later loads. The files may be closed afterwards."""
         super().close()
         self._parts.close_lanes()
         self._filler.close()

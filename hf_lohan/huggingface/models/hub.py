@@ -322,7 +322,7 @@ def _refuse_other_formats(name: str, files: Mapping[str, int]) -> None:
         others = _other_formats(files)
         raise ValueError(
             f"{name!r} has no safetensors files ({min(others) if others else 'no weights at all'}); load it with "
-            "transformers, save_pretrained it to a folder, and give that folder"
+            "transformers, save it with save_pretrained, and give that folder"
         )
 
 
