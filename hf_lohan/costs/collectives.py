@@ -260,8 +260,8 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own. If g nodes
-        keep one copy, each node has 1 / g of the weights of the other nodes."""
+        """Return the bytes that a copy of all weights in a node takes in addition to the weights that its ranks own. If
+        g nodes keep one copy, each node has 1 / g of the weights of the other nodes."""
         of_group = self.collectives.nodes_of_group(self.num_local)
         return (param_bytes - of_group * (param_bytes // self.num_nodes)) // of_group
 

@@ -84,7 +84,7 @@ def tied_gradient_bytes(model: ModelProfile) -> int:
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
-    """Return the bytes that the device's allocator and library workspaces take, for a step whose peak beside the slots
+    """Return the bytes that the device's allocator and library workspaces take, for a step whose peak without the slots
     is ``held_bytes``."""
     if hardware.device.shares_cpu:
         return 0
@@ -110,7 +110,7 @@ def device_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
-    """Return the largest possible peak of a step beside the slots, in bytes. Negative if the slots do not fit."""
+    """Return the largest possible peak of a step without the slots, in bytes. Negative if the slots do not fit."""
     beside_bytes = device_limit_bytes(hardware, setup) - setup.gpu_fixed_bytes - nccl_bytes(hardware, setup)
     if hardware.device.shares_cpu:
         return beside_bytes
@@ -183,7 +183,7 @@ def explain_refusal(
     least_swapped_bytes: int,
 ) -> str | None:
     """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations kept on the device.
-    `working_bytes`: the minimum working memory beside them. `least_swapped_bytes`: the minimum to swap."""
+    `working_bytes`: the minimum working memory. `least_swapped_bytes`: the minimum to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "

@@ -248,7 +248,7 @@ class PoolPlan:
     """Size of a staging buffer in chunks."""
     whole_bytes: int = 0
     whole_device_bytes: int = 0
-    """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
+    """Memory for updates of whole parameters: RAM besides the buffers, and device memory besides the slots."""
     unpacking_bytes: int = 0
     """Device memory in which packed weights are decoded and gradients are added, and for payloads of a link with
     codecs."""

@@ -139,7 +139,7 @@ def _form_of(quantization: Quantization, shape: torch.Size, *, is_transposed: bo
 def _forms_of_checkpoint(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
-    """Return the forms that the checkpoint has of frozen parameters in the layers. All others are dense."""
+    """Return the packed forms in which the checkpoint has frozen parameters of the layers. All others are dense."""
     matrices = dict(quantization.weights)
     return {
         parameter: EncodedForm.of(quantization.method, matrices[plain_name])

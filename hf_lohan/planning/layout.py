@@ -190,11 +190,11 @@ class OffloadLayout(StoredForm):
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
-        """Return whether the RAM beside the pools is enough for this way to exchange weights and gradients."""
+        """Return whether the RAM that the pools leave is enough for this way to exchange weights and gradients."""
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """Return the bytes of RAM that this way needs beside the reserved bytes."""
+        """Return the bytes of RAM that this way needs besides the reserved bytes."""
         copy_bytes = kept_bytes(self.common_blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.common_blocks, self.ranks, way) - self.weight_message_bytes)
 

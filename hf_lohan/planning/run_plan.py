@@ -521,7 +521,7 @@ def stock_fit(
     has_text_alone: bool = True,
 ) -> InMemoryFit:
     """Return whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError if
-    the model cannot be traced, or if it has layers for other inputs than text and not ``has_text_alone``."""
+    the model cannot be traced, or if it has layers for inputs other than text and not ``has_text_alone``."""
     with hooks_taken_off(model):
         traced = trace_blocks(
             model, batch_size=shape.batch_size, sequence_length=shape.sequence_length, device=device.torch_device

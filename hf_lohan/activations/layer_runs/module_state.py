@@ -2,7 +2,7 @@
 modules, the objects and containers that they refer to, and generators.
 
 A layer that runs again reads its `ModuleState`, which is quick to record. `state_kept` undoes all changes of a trace or
-a trial, also in global names of the model's code and in all other objects.
+a trial, even in global names of the model's code and in all other objects.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: i
     found = hasher.hashes(memory, _GRANULE_BYTES, Lane.D2H).numpy().view(np.uint64)
     if not np.array_equal(found, checksums(memory.cpu(), _GRANULE_BYTES)):
         engine.close()
-        return GpuDirectTrial(folder=folder, problem="the GPU computes other checksums than the CPU")
+        return GpuDirectTrial(folder=folder, problem="the GPU computes different checksums than the CPU")
     ops_before = _nvidia_fs_ops()
     try:
         with _trial_file(folder) as path:

@@ -260,7 +260,7 @@ def records_by_rank(
 def check_records(
     expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
 ) -> None:
-    """Raise ValueError if this version would divide the model into other records than the stores have."""
+    """Raise ValueError if this version would divide the model into records unlike the stores'."""
     for of_version, of_store, folder in zip(expected, found, folders, strict=True):
         if tuple(of_version) != tuple(of_store):
             raise ValueError(
@@ -281,7 +281,7 @@ def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
 
-    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, also if elements are in no store.
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, even if elements are in no store.
     """
     copied: list[int] = []
     with OverlappedCopies(copied.append) as copies:
@@ -309,7 +309,7 @@ def checksums_of(store: Store, piece: Piece, content: Tensor) -> Checksums:
 
 class OverlappedCopies:
     """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, checks and writes
-    overlap. Leaving the context waits for all I/O, also after an error."""
+    overlap. Leaving the context waits for all I/O, even after an error."""
 
     def __init__(
         self,

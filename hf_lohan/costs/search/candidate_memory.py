@@ -78,7 +78,7 @@ class FullestMoment:
         layers_leaving: int = LAYERS_LEAVING,
         keeps_all: bool = False,
     ) -> Values:
-        """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` [num_layers]: bytes that each layer
+        """Return the bytes [num_candidates] of the peak without the slots. ``kept`` [num_layers]: bytes that each layer
         keeps. ``own`` [num_layers]: the part of them in its outputs. ``swapped`` [num_candidates, num_layers]: bytes
         that leave. ``fetch_ahead`` layers return early, and ``layers_leaving`` leave while the next layer computes."""
         before = np.cumsum(kept) - kept
