@@ -259,7 +259,7 @@ class SsdPath:
 def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
     """Convert `ssd`, which is a path or a list of paths or tables, to a tuple of `SsdPath`. "auto" stays unchanged.
 
-    ``~`` and environment variables are expanded. Raises ConfigError, even for an unset variable or an unknown user.
+    ``~`` and environment variables are expanded. Raises ConfigError, such as for an unset variable or an unknown user.
     """
     if value == AUTO:
         return AUTO

@@ -43,7 +43,7 @@ class EngineEvents:
     micro-batches than before run together."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """Same as `plan`, for a step whose micro-batches may run one by one or together. Called before the first forward.
-    The returned plan is for the faster order, which `PlannedStep.shape` has."""
+    The returned plan is for the faster order, which is in `PlannedStep.shape`."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """Returns another plan to follow, or None to keep the plan. Called at the beginning of the first training forward
     after a step, where an error loses no step."""

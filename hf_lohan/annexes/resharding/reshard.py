@@ -281,7 +281,7 @@ def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
 
-    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, even if elements are in no store.
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, such as for elements in no store.
     """
     copied: list[int] = []
     with OverlappedCopies(copied.append) as copies:
