@@ -444,7 +444,7 @@ def _is_worthless(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
 
 def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bool:
     """Whether no run needs these stores, because ``found`` continues. Stores with a later step are still needed. So are
-    incomplete stores with steps of their own, because the missing part may come back."""
+    incomplete stores with steps that no other store has, because the missing part may return."""
     is_older = one.generation <= found.generation and (one.common is not None or one.is_copy)
     is_older = is_older and one.newest.step <= found.newest.step
     return is_older or _is_worthless(one, sets) or (one.common is not None and _is_superseded(one, sets))

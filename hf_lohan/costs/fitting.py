@@ -16,8 +16,7 @@ from hf_lohan.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room of each tier for activations of one rank, beside everything else, in bytes. Negative if the rest does
-    not fit."""
+    """The room that each tier has left for activations of one rank, in bytes. Negative if the rest does not fit."""
 
     cpu_bytes: int
     """Room in RAM for swapped activations and records together."""
@@ -168,7 +167,7 @@ def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: Training
 
 
 def activation_ram_bytes(room: Room, setup: TrainingSetup, resident: Iterable[RecordTraffic]) -> int:
-    """Return the RAM of one rank for swapped activations, beside copies of the records ``resident``."""
+    """Return the RAM of one rank for swapped activations, in addition to copies of the records ``resident``."""
     left_bytes = max(0, room.cpu_bytes - sum(record.num_bytes for record in resident))
     return left_bytes if setup.activation_cpu_bytes is None else min(left_bytes, setup.activation_cpu_bytes)
 

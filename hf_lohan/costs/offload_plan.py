@@ -120,10 +120,10 @@ class TrainingSetup:
     checkpoints. With None `commit_every_s` or the plan decides."""
     commit_every_s: float | None = None
     spilled_gradient_bytes: int = 0
-    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`), unless RAM has room for them beside
+    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`), unless RAM has room for them and
     activations."""
     gradients: tuple[BlockGradient, ...] = ()
-    """All held gradients, in forward order. Empty if they may not use the RAM beside activations."""
+    """All held gradients, in forward order. Empty if they may not use RAM that activations leave."""
     num_held_chunks: int = 0
     """Number of chunks whose held gradients have buffers."""
     turnaround_bytes: int = 0

@@ -92,7 +92,7 @@ class Device(DeviceMemory):
     memory_is_host: bool = False
     """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
     is_integrated: bool = False
-    """Whether the device uses host memory and has none of its own."""
+    """Whether the device uses host memory and has no separate memory."""
     shares_cores: bool = False
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True

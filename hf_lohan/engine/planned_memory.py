@@ -72,7 +72,7 @@ class PlannedMemory:
         self.sizes: Sizes = {}
         """Bytes that one micro-batch could swap. Empty until they are known."""
         self._num_chunks = 1
-        """Largest number of chunks in which a layer runs. Each chunk has tensors of its own."""
+        """Largest number of chunks in which a layer runs. Each chunk has its own tensors."""
         self._staging: BufferPool | None = None
         self._spill_files: RecordFiles | None = None
 

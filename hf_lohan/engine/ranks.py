@@ -351,6 +351,6 @@ def longest_on_any_rank(links: Links, shape: StepShape | None) -> StepShape | No
     return replace(shape or StepShape(num_rows, length), batch_size=num_rows, sequence_length=length)
 
 
-def all_agree(links: Links, tag: str, wish: bool) -> bool:
-    """Return whether ``wish`` is true on all ranks. All ranks call this together."""
-    return all(answer == _YES for answer in links.all_gather(tag, _YES if wish else _NO))
+def all_agree(links: Links, tag: str, answer: bool) -> bool:
+    """Return whether ``answer`` is true on all ranks. All ranks call this together."""
+    return all(given == _YES for given in links.all_gather(tag, _YES if answer else _NO))

@@ -4,7 +4,7 @@ that owns the expert, or another rank of the owner's node.
 The rows that one rank has for one expert are a *group*. Each group is computed by its own matrix products. So a group's
 result, and its gradients of the expert's weights, do not depend on other ranks' rows, nor on the rank that computes
 them. An owner adds the gradients of all groups in the order of the ranks that have the rows. So the results are bitwise
-equal to those of one process that computes the ranks' batches in turn.
+equal to those of one process that computes the ranks' batches one after another.
 
 If the ranks of a node balance their rows, each call begins with an exchange of all numbers of rows. From these numbers
 all ranks compute which groups move (`shared_segments`), and the owners lend their experts (`lent_experts`).

@@ -106,8 +106,8 @@ def links_to_other_ranks() -> Links:
 
 class StepTimeouts:
     """Sets the timeout for silent ranks, for the links and for torch's collectives. A number in the settings applies
-    after the first plan, because ranks measure the hardware in turn before it. `auto` follows the slowest step so
-    far."""
+    after the first plan, because ranks measure the hardware one after another before it. `auto` follows the slowest
+    step so far."""
 
     def __init__(self, links: Links, settings: RankSettings) -> None:
         self._links = links

@@ -210,7 +210,7 @@ def plan_epoch(
 
 
 def _longest_of_each(lengths: Sequence[int], number: int) -> list[int]:
-    """Return the longest length of each group of ``number`` lengths in turn."""
+    """Return the longest length of each group of ``number`` consecutive lengths."""
     return [max(lengths[start : start + number]) for start in range(0, len(lengths), number)]
 
 

@@ -2,7 +2,7 @@
 they will take these steps.
 
 A chunk catches up at its next update (`ChunkUpdater`), or in memory for a reader (`UpToDateRecords`). A late step gives
-the same bits, because it uses the hyperparameters and the step number of its own time.
+the same bits, because it uses the hyperparameters and the number of the original step.
 """
 
 from __future__ import annotations

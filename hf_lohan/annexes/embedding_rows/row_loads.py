@@ -33,7 +33,7 @@ from hf_lohan.weights import RowLoads, SlotRing
 from hf_lohan.weights.shared_source import StaleError, stale_error
 
 _HEAD = struct.Struct("<qqB")
-"""Number of weight changes so far (period), number of wanted rows (-1 for none), and whether the rank has closed."""
+"""Number of weight changes so far (period), number of requested rows (-1 for none), and whether the rank has closed."""
 
 
 def open_rows(
@@ -121,7 +121,7 @@ class _Request:
 
 class ShardedRows(Rounds):
     """Reads rows together with all other ranks, if each rank has a shard of the table. In a round each rank sends its
-    number of wanted rows. Then requests are served in rank order: the requesting rank sends the indices of its rows,
+    number of requested rows. Then requests are served in rank order: the requesting rank sends the indices of its rows,
     and each rank sends back the elements in its own shard."""
 
     def __init__(self, own: OwnRows, links: Links, changes: SlotRing, sent: Tensor) -> None:

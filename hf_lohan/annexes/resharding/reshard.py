@@ -159,8 +159,8 @@ def reshard(
 
 
 def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
-    """Return the folders of each new rank's store. If old ranks have different paths, new ranks get these in turn. A
-    run with other paths copies the stores to its own paths."""
+    """Return the folders of each new rank's store. If old ranks have different paths, new ranks get these in rotation.
+    A run with other paths copies the stores to its own paths."""
     lists = found.directories
     return [
         [rank_folder(path, rank, num_ranks, found.generation) for path in lists[rank % len(lists)]]

@@ -140,7 +140,7 @@ def held_beside(
     num_held_chunks: int,
     ram_bytes: float,
 ) -> Values:
-    """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
+    """Return the bytes of gradients that fit with activations in ``ram_bytes`` at the end of backward. ``gradients``:
     in forward order. ``put_away``: the bytes that activations take after the forward has run a layer, by layer in
     forward order. The gradients of the last blocks arrive first, and have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)

@@ -198,7 +198,7 @@ class RankLane:
         return finish
 
     def _begin_exchange(self, tag: str, own: bytes, num_bytes: int) -> Callable[[], list[bytes]]:
-        # An all-to-all takes half the time of gloo's all_gather, which copies to memory of its own.
+        # An all-to-all takes half the time of gloo's all_gather, which copies to its own memory.
         num_members = len(self.members)
         mine = torch.frombuffer(bytearray(own.ljust(num_bytes, b"\0") * num_members), dtype=torch.uint8)
         rows = torch.empty(num_members, num_bytes, dtype=torch.uint8)

@@ -58,7 +58,7 @@ class Watch:
         timeout_s: float,
         exits: Mapping[int, int] | None = None,
     ) -> None:
-        """``store``: the launcher's store, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds
+        """``store``: the launcher's store, with a separate prefix for this call of `connect`. ``timeout_s``: seconds
         that a rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable
         when the rank has ended, by default of the other processes of this node. The watch closes them."""
         self.ranks = ranks
