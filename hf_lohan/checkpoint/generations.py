@@ -219,8 +219,8 @@ class RunStores:
             raise ForeignStoreError(
                 f"{self.directories[0][0]} holds the store of a run with {times(self.num_ranks, 'rank')}, and this run "
                 f"has {times(num_ranks, 'rank')}; continue from it with resume_from_checkpoint=True in a Trainer, or "
-                "convert it with lohan reshard and, in a loop of your own, call engine_of(model).go_back_to_commit(); "
-                "or choose another directory, or delete the store if its state is no longer needed"
+                "convert it with lohan reshard and, in your own loop, call engine_of(model).go_back_to_commit(); or "
+                "choose another directory, or delete the store if its state is no longer needed"
             )
 
     def may_delete(self, rank: int) -> str:

@@ -379,7 +379,7 @@ _KERNELS_WITH_CHOSEN_SUMS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Attention kernels whose argument 4 says whether they return the sums of exponentials."""
+"""Attention kernels whose argument 4 decides whether they return the sums of exponentials."""
 
 
 def with_sums(operation: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -276,7 +276,7 @@ def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"
     for place, path in seen.items():
         outer = next((outer for outer in seen if outer != place and os.path.commonpath([outer, place]) == outer), None)
         if outer is not None:
-            raise ConfigError(f"ssd: {path!r} lies in {seen[outer]!r}; name directories that are not inside each other")
+            raise ConfigError(f"ssd: {path!r} is in {seen[outer]!r}; name directories that are not inside each other")
     return paths
 
 

@@ -1,4 +1,4 @@
-"""The plan, which says where activations and records lie so that a step is as short as the hardware allows.
+"""The plan, which places activations and records so that a step is as short as the hardware allows.
 
 `TrainingSetup` is the input, `OffloadPlan` is the decision, and `StepPrediction` is the expected step.
 """

@@ -158,7 +158,7 @@ def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Comm
         if not isinstance(value, kind) or (kind is int and value < 0):
             raise ValueError(f"{name} is {value!r}")
     if any(os.path.isabs(name) or ".." in name.split("/") for name in (head["model_folder"], *head["model_files"])):
-        raise ValueError("a model file lies outside the store")
+        raise ValueError("a model file is outside the store")
     journal = {
         name.removeprefix(_JOURNAL): array.tobytes() for name, array in arrays.items() if name.startswith(_JOURNAL)
     }
