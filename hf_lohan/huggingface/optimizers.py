@@ -264,8 +264,8 @@ def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """Warn of frozen weights in an optimizer, because the caller may want to train them later. With adapters there is
-    no warning, because the base stays frozen."""
+    """Warn about frozen weights in an optimizer, because the caller may want to train them later. With adapters there
+    is no warning, because the base stays frozen."""
     if has_adapters(engine.model):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -65,7 +65,7 @@ class Resharded:
     """Folders of the new stores on their first ssd path."""
     old_files: str
     new_files: str
-    """Names of files on each ssd path that the user may delete: the old stores (`old_files`), or the new stores."""
+    """Names of the files of the old stores, and of the new stores, on each ssd path. The user may delete either."""
     balanced: BalancedOwners | None = None
     """The owners of experts, if they were balanced."""
 
