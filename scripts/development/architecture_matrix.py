@@ -426,7 +426,7 @@ class Deadline:
 
 
 def with_chunks(page: str, task: Task, known: dict[str, Outcome]) -> str:
-    """Return the page with another column in the task's table, which says whether layers run in chunks."""
+    """Return the page with another column in the task's table, which shows whether layers run in chunks."""
     begin, end = (mark.format(task=task.value) for mark in (SECTION_BEGIN, SECTION_END))
     before, _, rest = page.partition(begin)
     section, _, after = rest.partition(end)
