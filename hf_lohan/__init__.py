@@ -49,7 +49,7 @@ __all__ = [
     "merge",
 ]
 _HOMES = {"ConfigError": "config", "OffloadAdamW": "optim", "OffloadConfig": "config", "gathered_parameters": "absent"}
-"""The rooms of these names. All others are of `huggingface`."""
+"""The rooms that have these names. `huggingface` has all others."""
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ LOADS_WAIT = "loads wait"
 LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 
 MAX_TASKS = 400_000
-"""Maximum number of tasks in a trace: the tasks of some hundred steps of a large model."""
+"""Maximum number of tasks in a trace: the tasks of a few hundred steps of a large model."""
 _PID = 1
 _STEPS_ROW = 1_000_000
 """Thread number of the row with the steps. Lanes are numbered from 1."""

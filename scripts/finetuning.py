@@ -110,7 +110,7 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
 
 
 def origin_of(model_args: ModelArguments) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that say where the model and its code come from."""
+    """Return the arguments of `from_pretrained` that name the source of the model and its code."""
     return {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
 
 

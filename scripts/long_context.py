@@ -26,7 +26,7 @@ def main(
     inputs: Annotated[Path, typer.Argument(help="folder with base/ and train.jsonl, from quickstart_inputs.py")],
     out: Annotated[Path, typer.Argument(help="folder of the run")],
     tokens: Annotated[int, typer.Option(help="tokens of a row")] = 32_768,
-    device_memory: Annotated[str, typer.Option(help="all that a step may take of the device")] = "1GiB",
+    device_memory: Annotated[str, typer.Option(help="device memory that a step may use")] = "1GiB",
     cpu_memory: Annotated[str, typer.Option(help="RAM for buffers, copies and swapped activations")] = "2GiB",
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 1,
 ) -> None:

@@ -164,7 +164,7 @@ def _gradient_edge(leaf: Any) -> Any:
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:
     """Return ``tensor`` if it is an absent parameter, or the parameter of which it is a view. A view must have the same
-    elements in the same order, as `.data` or an entry of `state_dict()` has. None for other tensors."""
+    elements in the same order. Examples are `.data` and an entry of `state_dict()`. None for other tensors."""
     if isinstance(tensor, AbsentParameter):
         return tensor
     if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):

@@ -26,16 +26,16 @@ class MovedGradients:
         return self._has_any
 
     def mark_moved(self) -> None:
-        """Note that a gradient was moved."""
+        """Record that a gradient was moved."""
         self._has_any = True
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that the training loop set a parameter's gradient to None."""
+        """Record that the training loop set a parameter's gradient to None."""
         if self._has_any:
             self.forgotten.add(parameter)
 
     def clear(self) -> None:
-        """Note that the step has applied or dropped its gradients."""
+        """Record that the step has applied or dropped its gradients."""
         self._has_any = False
         self.forgotten.clear()
 

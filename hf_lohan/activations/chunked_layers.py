@@ -103,7 +103,7 @@ class ChunkedLayer:
         """Whether the layer runs whole, for example to be traced."""
         self._before = vars(layer).get("forward")
         self.reason_on_paper: str | None = None
-        """Why the layer cannot be cut, by the last trace on fake tensors. The text completes "because each ..."."""
+        """Why the layer cannot be cut, in the last trace on fake tensors. The text completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
         """Maps (whether rows are split, whether the layer trains) to the reason why the layer stays whole, or to None
         if it is cut. An evaluation draws no random numbers."""
@@ -202,7 +202,7 @@ class ChunkedLayer:
     ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]]:
         """Return inputs, hidden states and chunks of a call for this rank's tokens. Raises ValueError if the layer
         needs all tokens of a row."""
-        reason: str | None = "has inputs of another form"
+        reason: str | None = "has inputs of unsupported shape"
         if hidden is not None and hidden.dim() == 3 and hidden.shape[1] == shared.pieces.num_tokens:
             case = True, any(module.training for module in self.layer.modules())
             if case not in self._reasons:
@@ -269,11 +269,11 @@ class ChunkedLayer:
             except NotCuttableError:
                 raise
             except (AttributeError, NotImplementedError, TypeError) as error:
-                raise NotCuttableError(f"uses its cache in another way ({error})") from error
+                raise NotCuttableError(f"uses unsupported functions of its cache ({error})") from error
             except RuntimeError as error:
                 if type(error) is not RuntimeError:  # memory or the device failed
                     raise
-                raise NotCuttableError(f"does not compute a part of its inputs ({error})") from error
+                raise NotCuttableError(f"cannot compute a part of its inputs ({error})") from error
         if drawn and not may_draw:
             raise NotCuttableError("draws random numbers")
         sizes = [(chunk.last_row - chunk.first_row) * (chunk.stop - chunk.start) for group in halves for chunk in group]
@@ -283,7 +283,7 @@ class ChunkedLayer:
             return
         change = (first - tried).float().norm()
         if not (first - second).float().norm() <= _tolerance(hidden.dtype) * change:
-            raise NotCuttableError("mixes tokens in another way than by attention")
+            raise NotCuttableError("mixes tokens by other means than attention")
 
 
 _logged: set[tuple[type, str]] = set()
@@ -334,7 +334,7 @@ class ChunkedLayers:
         self.shared_rows = None
 
     def note_cut(self) -> None:
-        """Note that a layer has run in chunks in this thread's forward."""
+        """Record that a layer has run in chunks in this thread's forward."""
         self._local.is_cut = True
 
     @property

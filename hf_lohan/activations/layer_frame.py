@@ -75,7 +75,7 @@ class LayerFrame:
         forward_number: int = 0,
     ) -> None:
         """``on_forward`` is called when the layer's inputs are saved and its operations begin, and ``on_backward`` when
-        its backward begins. ``trace`` notes the anchor operations. ``forward_number``: the forward's number."""
+        its backward begins. ``trace`` records the anchor operations. ``forward_number``: the forward's number."""
         self.block_name = block_name
         self.forward_number = forward_number
         self._placements = placements

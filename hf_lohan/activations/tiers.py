@@ -220,7 +220,7 @@ class ActivationTiers:
         """Fetch the tensors of the last layers, because the forward has ended."""
         for frame in self._of_this_forward()[: -self._fetch_ahead - 1 : -1]:
             self._prefetch(frame)
-        # The tensors above are on the device together with the head's tensors, so they are not in the pass's block.
+        # The tensors above are on the device together with the head's tensors, so they are not in this pass's block.
         self._device.arena.begin_pass("backward")
         self._stretch = None
 
@@ -254,7 +254,7 @@ class ActivationTiers:
         self._prefetch(frame)
         stretch = self._stretches.get(frame.block_name, 0)
         if stretch != self._stretch:
-            # Layers that swap more have larger blocks, which must not exist while others are in backward.
+            # Layers that swap more have larger blocks of memory, which must not exist during the backward of others.
             self._stretch = stretch
             self._device.arena.begin_pass(("backward", stretch))
         frames = self._alive()

@@ -179,7 +179,7 @@ class ChunkKeys:
         if self.num_updates > 1 or any(
             t.dim() != 4 or t.shape[2] != tokens.stop - tokens.start for t in (keys, values)
         ):
-            raise NotCuttableError("keeps its keys in another form")
+            raise NotCuttableError("keeps keys of unsupported shape")
         self._keep(tokens, keys, values)
         if self._only_keys:
             raise KeysTaken

@@ -1,1 +1,1 @@
-"""Training state on disk, without Hugging Face: complete folders, optimizer states and resume points."""
+"""Training state on disk, without Hugging Face: checkpoint folders, optimizer states and resume points."""

@@ -174,7 +174,7 @@ class RunStores:
 
     state: Literal["nothing", "own", "reshardable", "lost"]
     """"own": each rank of this run has its store. "reshardable": all stores are there, but for another number of ranks
-    or in other places. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
+    or at other paths. "lost": a part of the stores is gone, so that a run can only resume from a checkpoint."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Lists of ssd paths, without a rank's folder. The first list is this rank's."""
     generation: int = 0
@@ -219,8 +219,8 @@ class RunStores:
             raise ForeignStoreError(
                 f"{self.directories[0][0]} holds the store of a run with {times(self.num_ranks, 'rank')}, and this run "
                 f"has {times(num_ranks, 'rank')}; continue from it with resume_from_checkpoint=True in a Trainer, or "
-                "convert it with lohan reshard and, in a loop of your own, call engine_of(model).go_back_to_commit(); "
-                "or choose another directory, or delete the store if its state is no longer needed"
+                "convert it with lohan reshard and, in your own loop, call engine_of(model).go_back_to_commit(); or "
+                "choose another directory, or delete the store if its state is no longer needed"
             )
 
     def may_delete(self, rank: int) -> str:
@@ -252,7 +252,7 @@ def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: s
         return RunStores("nothing", directories, newest)
     is_own = found.num_ranks == ranks.num_ranks and all(store.is_own for store in found.stores.values())
     if not why_lost and not is_own and not found.newest.is_resumable:
-        why_lost = "they have no whole step, as with durability: checkpoint"
+        why_lost = "they have no complete step, as with durability: checkpoint"
     ids = {rank: store.store_id for rank, store in found.stores.items()}
     unneeded = [one for one in sets if one is not found and _is_unneeded(one, found, sets)]
     next_generation = 1 + max(one.generation for one in sets if not _is_worthless(one, sets))
@@ -444,7 +444,7 @@ def _is_worthless(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
 
 def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bool:
     """Whether no run needs these stores, because ``found`` continues. Stores with a later step are still needed. So are
-    incomplete stores with steps of their own, because the missing part may come back."""
+    incomplete stores with steps that no other store has, because the missing part may return."""
     is_older = one.generation <= found.generation and (one.common is not None or one.is_copy)
     is_older = is_older and one.newest.step <= found.newest.step
     return is_older or _is_worthless(one, sets) or (one.common is not None and _is_superseded(one, sets))

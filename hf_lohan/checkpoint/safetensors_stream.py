@@ -111,6 +111,6 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, offset: int) -> None:
         file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     if file.tell() != offset + spec.num_bytes:
         raise ValueError(
-            f"the pieces of {spec.name} have {file.tell() - offset} bytes, and its header says {spec.num_bytes}; give "
+            f"the pieces of {spec.name} have {file.tell() - offset} bytes, and its header gives {spec.num_bytes}; give "
             "pieces with numel elements in total"
         )

@@ -104,7 +104,7 @@ def gpu_links_of(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str |
     elif hardware.gpu_link == "nvlink":
         rate_is = "assumed, as between two RTX 3090"
     else:
-        rate_is = "assumed, as of copies from and to RAM"
+        rate_is = "assumed, as for copies from and to RAM"
     return LinksBetweenGpus(_GPU_LINKS[hardware.gpu_link].value, hardware.between_gpus_bytes_per_s, rate_is)
 
 

@@ -69,7 +69,7 @@ def run_plan(
 ) -> None:
     """Plan a run and print the plan. Raises ValueError for bad values, and BudgetError with the smallest change that
     helps if no plan fits. With `as_json`, a plan that does not fit is printed as well. ``lifetimes``: also print, and
-    draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows. The plan is of the
+    draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows. The plan is for the
     longest row, and the epoch is planned as well."""
     studies: Any = studies_for("--lifetimes" if lifetimes else "--plot") if lifetimes or plot is not None else None
     lengths = read_lengths(lengths_file) if lengths_file is not None else []
@@ -116,7 +116,7 @@ def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
 
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
-    """Print in a few lines whether the run fits, how long a step takes and what it needs. Raises as `run_plan` does."""
+    """Print in a few lines whether the run fits, how long a step takes and what it needs. Raises like `run_plan`."""
     planned = _planned(request, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(plan_facts(planned), indent=2))
@@ -177,7 +177,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
 
 
 def _on_resources(planned: PlannedRun) -> Iterable[str]:
-    """Yield sentences on links, and on the least number of tokens with which computing hides the other resources."""
+    """Yield sentences on links, and on the number of tokens from which computing hides the other resources."""
     yield from rounded_within(planned.plan)
     yield from between_gpus(planned.plan, planned.hardware, planned.request.gpu_link)
     yield hiding(planned)

@@ -59,7 +59,7 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
             print_line(
                 console,
                 f"{who} also has commit {last.number}, which a resume drops: "
-                + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
+                + (f"{verdict}, which does not affect a resume" if verdict else "every checksum is right"),
             )
     print_line(console, problem or f"all {num_ranks} ranks hold commit {commits[0].number}")
     return are_right and not problem

@@ -1,4 +1,4 @@
-"""Replaces attributes of other libraries' modules, classes and objects for a while."""
+"""Temporarily replaces attributes of other libraries' modules, classes and objects."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ def module_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Disable the present forward hooks of the model and its modules within this context."""
+    """Disable the current forward hooks of the model and its modules within this context."""
     before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}
     for module in before:
         module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -412,7 +412,7 @@ _KERNELS_WITH_CHOSEN_SUMS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Attention kernels whose argument 4 says whether they return the sums of exponentials."""
+"""Attention kernels whose argument 4 decides whether they return the sums of exponentials."""
 
 
 def with_sums(operation: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

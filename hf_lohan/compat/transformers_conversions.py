@@ -220,8 +220,8 @@ SourcesOfUnits = list[list[str]]
 
 
 def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesOfUnits]:
-    """Return the sources of weights, by the weight's name. Weights whose rows are not unchanged rows of matrices are
-    left out. ``model`` is on meta. ``names`` has the names of all tensors of the checkpoint."""
+    """Return the sources of weights, by the weight's name. Only weights whose rows are unchanged rows of matrices are
+    included. ``model`` is on meta. ``names`` has the names of all tensors of the checkpoint."""
     found: dict[str, SourcesOfUnits] = {}
 
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -451,7 +451,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
         else:
             stock_save(tensors, filename, metadata=metadata)
 
-    device_map = vars(model).pop("hf_device_map", None)  # transformers saves a dispatched model in another way
+    device_map = vars(model).pop("hf_device_map", None)  # transformers saves a dispatched model differently
     try:
         with replaced(WeightConverter, convert=convert), replaced(modeling_utils, safe_save_file=save):
             yield made

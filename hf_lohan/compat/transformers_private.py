@@ -89,7 +89,7 @@ def put_cache(output: Any, cache: Any) -> None:
 
 def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
     """Have `run_layer` run recomputed layers, even if recomputation is enabled later. This replaces a method of
-    transformers' models, which every way to enable recomputation calls."""
+    transformers' models that is called however recomputation is enabled."""
     for module in model.modules():
         stock = getattr(module, "_set_gradient_checkpointing", None)
         if stock is not None:
@@ -259,7 +259,7 @@ def _activated(module: Any, hidden: Tensor) -> Tensor:
     """Apply the gate or the activation, with the same bits as for the rows of all experts together.
 
     On a CPU, torch divides the elements of a large tensor between threads. If a thread's last elements fill no vector,
-    they are computed in another way, and `exp` has another last bit. So the rows are divided so that each thread gets
+    they are computed differently, and the last bit of `exp` differs. So the rows are divided so that each thread gets
     whole vectors, as with the rows of all experts.
     """
     activation = module._apply_gate if module.has_gate else module.act_fn
@@ -391,17 +391,17 @@ def replace_attention(name: str, replacement: Callable[..., Any]) -> None:
         type(ALL_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
 
 
-# Outputs that models record of their modules, such as routers' logits.
+# Outputs that models record from their modules, such as routers' logits.
 
 
 def recorded_names() -> tuple[str, ...]:
-    """Return the names of the outputs that the running forward records, except the hidden states, which it records of
+    """Return the names of the outputs that the running forward records, except the hidden states, which it records from
     whole layers."""
     return tuple(name for name in _active_collector.get() or () if name != "hidden_states" and name[0] != "_")
 
 
 class _InOrder(list[Any]):
-    """A list of one name's outputs that also notes the order of all names."""
+    """A list of one name's outputs that also records the order of all names."""
 
     def __init__(self, name: str, order: list[tuple[str, Tensor]]) -> None:
         super().__init__()

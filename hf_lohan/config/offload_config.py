@@ -179,8 +179,8 @@ class OffloadConfig:
     is always loaded whole if it is tied to the head or not only used for lookups. "auto" is "whole"."""
 
     experts: ExpertSettings = table(ExpertSettings)
-    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A word sets the key `load`, as
-    in `experts: streamed`."""
+    """How the experts of a mixture are loaded, divided among ranks, updated and cached. A string sets the key `load`,
+    as in `experts: streamed`."""
 
     ranks: RankSettings = table(RankSettings)
     """How several ranks work together."""
@@ -315,7 +315,7 @@ class OffloadConfig:
         refuse_former_names(settings)
         known = [*SETTINGS, *(name for name in _KEYS if not name.startswith("_"))]
         refuse_unknown_keys((name for name in settings if name not in _KEYS), known, what="offload setting")
-        for of in TABLES:  # a word sets one key of a table, and the other keys stay
+        for of in TABLES:  # a string sets one key of a table, and the other keys stay
             if of.WORD is not None and isinstance(settings.get(of.NAME), str):
                 word = {of.key_of(of.WORD): settings[of.NAME]}
                 settings = {**word, **{name: value for name, value in settings.items() if name != of.NAME}}
@@ -333,8 +333,8 @@ class OffloadConfig:
 
     def resolve(self, *, memory_limit_bytes: int | None = None, **free_resources: Any) -> ResolvedConfig:
         """Replace each "auto" that depends on the machine, and return the config. SSD capacities may stay "auto".
-        ``memory_limit_bytes`` is the most host memory that a rank can have, or None for no limit. ``free_resources``
-        are the fields of `FreeResources`. Raises ConfigError if `cpu_memory` is larger than the limit."""
+        ``memory_limit_bytes`` is the maximum host memory of a rank, or None for no limit. ``free_resources`` are the
+        fields of `FreeResources`. Raises ConfigError if `cpu_memory` is larger than the limit."""
         free = FreeResources(**free_resources)
         if memory_limit_bytes is not None and self.cpu_memory != AUTO and self.cpu_memory > memory_limit_bytes:
             most = ram_of_auto(memory_limit_bytes, memory_is_host=free.memory_is_host)

@@ -49,7 +49,7 @@ def setting(default: Any, check: SettingCheck, *, here: Callable[[Any, Any], obj
 
 
 def choice(of: Any) -> SettingCheck:
-    """Return the check of a setting whose values are the words of a Literal."""
+    """Return the check of a setting whose values are the strings of a Literal."""
     return partial(check_choice, allowed=get_args(of))
 
 
@@ -65,7 +65,7 @@ class SettingTable:
 
     NAME: ClassVar[str]
     WORD: ClassVar[str | None] = None
-    """The key that a word in place of the table sets."""
+    """The key that a string in place of the table sets."""
 
     def __post_init__(self) -> None:
         check_fields(self, type(self), self.key_of)
@@ -84,7 +84,7 @@ AnyTable = TypeVar("AnyTable", bound=SettingTable)
 
 
 def check_table(name: str, value: object, *, of: type[AnyTable]) -> AnyTable:
-    """Convert a mapping, or a word in place of it, to an instance of ``of``. Raises ConfigError."""
+    """Convert a mapping, or a string in place of it, to an instance of ``of``. Raises ConfigError."""
     keys = [own.name for own in fields(of)]
     match value:
         case SettingTable() if isinstance(value, of):
@@ -162,14 +162,14 @@ class RankSettings(SettingTable):
     NAME = "ranks"
 
     collectives: Collectives = setting(ANY_EXACT_WAY, check_collectives)
-    """How ranks exchange weights and gradients. "exact" is the way without rounding that the plan predicts to be
-    fastest. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets
-    single parts. `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step. `backward` reads
-    weights from all nodes ("world"), or from a copy in each node ("node", or "ram" or "ssd" to say where). A number
-    shares one copy among this number of ranks, a multiple of the ranks of a node. `gradients` are sent "exact", in
-    "int8" or in "int4". `within` is the link between a node's RAM and each of its devices: "int8" and "int4" round
-    gradients to 8 or 4 bits there, and both round weights to 8 bits. The plan chooses the parts that the table leaves
-    out, and never chooses a part that rounds."""
+    """How ranks exchange weights and gradients. With "exact", the plan chooses the fastest way that does not round.
+    "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets individual parts.
+    `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step. `backward` reads weights from all
+    nodes ("world"), or from a copy in each node: in RAM ("ram"), on the SSDs ("ssd"), or where the plan chooses
+    ("node"). A number is the number of ranks that share a copy, a multiple of the ranks of a node. `gradients` are sent
+    "exact", in "int8" or in "int4". `within` is the link between a node's RAM and each of its devices: "int8" and
+    "int4" round gradients to 8 or 4 bits there, and both round weights to 8 bits. The plan chooses the parts that the
+    table leaves out, and never chooses a part that rounds."""
 
     transport: Transport = setting(AUTO, choice(Transport))
     """How the ranks of a machine move weights to their GPUs and gradients from their GPUs. "host" copies the whole

@@ -141,7 +141,7 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
 def or_auto(
     check: Callable[[str, object], Checked], words: str = ", or 'auto'"
 ) -> Callable[[str, object], Checked | Literal["auto"]]:
-    """Return a check that accepts "auto", and else calls ``check``. ``words`` end the error for other values."""
+    """Return a check that accepts "auto", and otherwise calls ``check``. ``words`` end the error for other values."""
 
     def check_or_auto(name: str, value: object) -> Checked | Literal["auto"]:
         if value == AUTO:
@@ -212,7 +212,7 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def check_collectives(name: str, value: object) -> Collectives:
-    """Convert a word, a table or a `Collectives` to a `Collectives`. Raises ConfigError."""
+    """Convert a string, a table or a `Collectives` to a `Collectives`. Raises ConfigError."""
     match value:
         case Collectives():
             return value
@@ -231,7 +231,7 @@ def check_collectives(name: str, value: object) -> Collectives:
 
 
 def check_quantize(name: str, value: object) -> Quantization:
-    """Convert a word, a table or a `Quantization` to a `Quantization`. Raises ConfigError."""
+    """Convert a string, a table or a `Quantization` to a `Quantization`. Raises ConfigError."""
     try:
         return Quantization.parse(value)
     except ValueError as error:
@@ -259,7 +259,7 @@ class SsdPath:
 def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
     """Convert `ssd`, which is a path or a list of paths or tables, to a tuple of `SsdPath`. "auto" stays unchanged.
 
-    ``~`` and environment variables are expanded. Raises ConfigError, also for an unset variable or an unknown user.
+    ``~`` and environment variables are expanded. Raises ConfigError, such as for an unset variable or an unknown user.
     """
     if value == AUTO:
         return AUTO
@@ -276,7 +276,7 @@ def check_ssd(_name: str, value: object) -> tuple[SsdPath, ...] | Literal["auto"
     for place, path in seen.items():
         outer = next((outer for outer in seen if outer != place and os.path.commonpath([outer, place]) == outer), None)
         if outer is not None:
-            raise ConfigError(f"ssd: {path!r} lies in {seen[outer]!r}; name directories that are not inside each other")
+            raise ConfigError(f"ssd: {path!r} is in {seen[outer]!r}; name directories that are not inside each other")
     return paths
 
 

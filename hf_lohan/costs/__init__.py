@@ -1,4 +1,4 @@
-"""Plans where weights, states and activations lie, and how a step runs, before anything moves.
+"""Plans where weights, states and activations are stored, and how a step runs.
 
 The planner is arithmetic over sizes, budgets and rates, without torch and without I/O. `pool_plan` divides the two
 memory budgets into pools, or raises an error that says how large a budget must be. `record_traffic` chooses the records

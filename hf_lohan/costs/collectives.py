@@ -126,8 +126,8 @@ class Collectives:
         return self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, Any]:
-        """Return the setting in JSON types. It is a word if one exists, and otherwise the fields that are not
-        "auto", without `within` if it rounds nothing."""
+        """Return the setting in JSON types. It is a string if one exists, and otherwise the fields that are not "auto",
+        without `within` if it rounds nothing."""
         for word in COLLECTIVE_WORDS:
             if self == collectives_of_word(word):
                 return word
@@ -154,7 +154,7 @@ class Collectives:
         return tuple(replace(way, group_ranks=self.group_ranks) for way in ways)
 
     def nodes_of_group(self, num_local: int) -> int:
-        """Return the number of nodes that keep one copy among them, if a node has ``num_local`` ranks."""
+        """Return the number of nodes that share one copy, if a node has ``num_local`` ranks."""
         return 1 if self.group_ranks is None else self.group_ranks // num_local
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
@@ -193,8 +193,8 @@ ZERO_PLUS_PLUS = Collectives(forward="int8", backward="node", gradients="int4", 
 
 
 def collectives_of_word(word: str) -> Collectives:
-    """Return the setting of a word. "exact" allows every way that rounds nothing. "quantized" is ZeRO++, between nodes
-    and within them."""
+    """Return the setting for a string. "exact" allows every way that rounds nothing. "quantized" is ZeRO++, between
+    nodes and within them."""
     return ZERO_PLUS_PLUS if word == "quantized" else ANY_EXACT_WAY
 
 
@@ -218,7 +218,7 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
                 f"ranks of a node share one copy in its memory, so a group is whole nodes: give a multiple of "
                 f"{num_local} that divides {num_ranks}, or node"
             )
-        if group not in (None, num_local) and way.forward == "delta":  # "delta" needs all weights of the step before
+        if group not in (None, num_local) and way.forward == "delta":  # "delta" needs all weights of the previous step
             groups_of_delta.append(group)
             continue
         if group == num_ranks:
@@ -260,8 +260,8 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own. If g nodes
-        keep one copy, each node has 1 / g of the weights of the other nodes."""
+        """Return the bytes that a copy of all weights in a node takes in addition to the weights that its ranks own. If
+        g nodes keep one copy, each node has 1 / g of the weights of the other nodes."""
         of_group = self.collectives.nodes_of_group(self.num_local)
         return (param_bytes - of_group * (param_bytes // self.num_nodes)) // of_group
 

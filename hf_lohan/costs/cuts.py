@@ -102,7 +102,7 @@ def _nearest_granule(records: Sequence[tuple[int, int]], wanted: float) -> int:
 
 def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
     """Return, for each rank, the range of indices of the experts that it owns in a layer. A range may be empty. The
-    first range belongs to another rank in each layer, so that ranges of unequal size balance out."""
+    first range belongs to a different rank in each layer, so that ranges of unequal size balance out."""
     edges = [-(-part * num_experts // num_ranks) for part in range(num_ranks + 1)]
     ranges = [range(first, last) for first, last in pairwise(edges)]
     return [ranges[(rank - layer) % num_ranks] for rank in range(num_ranks)]
@@ -112,16 +112,16 @@ def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_loca
     """Return, for each layer and rank, the experts that the rank owns so that ranks have about equally many rows.
 
     ``counts`` [layers][experts]: the rows of each expert. Experts are divided among nodes of ``num_local`` ranks, and
-    then among the ranks of each node. The expert with the most rows goes first, to the receiver with the fewest rows.
-    Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if they are
-    as even.
+    then among the ranks of each node. The expert with the most rows is assigned first, to the receiver with the fewest
+    rows. Receivers have numbers of experts that differ by at most one. A layer keeps its ranges (`owned_experts`) if
+    they are as balanced.
     """
     nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
     divided: list[list[list[int]]] = []
     for layer, of_layer in enumerate(counts):
         ranges = [list(own) for own in owned_experts(len(of_layer), layer, num_ranks)]
         own: list[list[int]] = [[] for _ in range(num_ranks)]
-        turn = layer % len(nodes)  # the remainder of a division goes to another node and rank in each layer
+        turn = layer % len(nodes)  # the remainder of a division goes to a different node and rank in each layer
         in_turn = nodes[turn:] + nodes[:turn]
         of_nodes = _longest_first(of_layer, range(len(of_layer)), len(nodes))
         for node, experts in zip(in_turn, of_nodes, strict=True):

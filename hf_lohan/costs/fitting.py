@@ -16,8 +16,7 @@ from hf_lohan.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room of each tier for activations of one rank, beside everything else, in bytes. Negative if the rest does
-    not fit."""
+    """The room that each tier has left for activations of one rank, in bytes. Negative if the rest does not fit."""
 
     cpu_bytes: int
     """Room in RAM for swapped activations and records together."""
@@ -84,7 +83,7 @@ def tied_gradient_bytes(model: ModelProfile) -> int:
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
-    """Return the bytes that the device's allocator and library workspaces take, for a step whose peak beside the slots
+    """Return the bytes that the device's allocator and library workspaces take, for a step whose peak without the slots
     is ``held_bytes``."""
     if hardware.device.shares_cpu:
         return 0
@@ -110,7 +109,7 @@ def device_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
-    """Return the largest possible peak of a step beside the slots, in bytes. Negative if the slots do not fit."""
+    """Return the largest possible peak of a step without the slots, in bytes. Negative if the slots do not fit."""
     beside_bytes = device_limit_bytes(hardware, setup) - setup.gpu_fixed_bytes - nccl_bytes(hardware, setup)
     if hardware.device.shares_cpu:
         return beside_bytes
@@ -168,7 +167,7 @@ def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: Training
 
 
 def activation_ram_bytes(room: Room, setup: TrainingSetup, resident: Iterable[RecordTraffic]) -> int:
-    """Return the RAM of one rank for swapped activations, beside copies of the records ``resident``."""
+    """Return the RAM of one rank for swapped activations, in addition to copies of the records ``resident``."""
     left_bytes = max(0, room.cpu_bytes - sum(record.num_bytes for record in resident))
     return left_bytes if setup.activation_cpu_bytes is None else min(left_bytes, setup.activation_cpu_bytes)
 
@@ -182,8 +181,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations that stay on the
-    device. `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
+    """Return why no plan fits and what would help; None if a plan fits. `kept_bytes`: activations kept on the device.
+    `working_bytes`: the minimum working memory. `least_swapped_bytes`: the minimum to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
@@ -308,7 +307,7 @@ _STATE_BYTES_PER_PARAM = 16.0
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, *, has_allocator: bool) -> InMemoryFit:
-    """Return whether training fits `memory_bytes` by `stock_training_fit`, if necessary with recomputation."""
+    """Return whether training fits `memory_bytes` (`stock_training_fit`), if necessary with recomputation."""
     kept, recomputed = (
         stock_training_fit(
             model, memory_bytes, _STATE_BYTES_PER_PARAM, recomputes=recomputes, has_allocator=has_allocator

@@ -207,7 +207,7 @@ def _converted(value: Any, place: str, allowed: str, convert: Callable[[Any], An
 
 def _rule_of(name: str) -> tuple[str, Callable[[Any], Any]]:
     """Return what is allowed for a key, and the function that converts its value and returns None for others. The
-    ending of a key says its unit."""
+    ending of a key is its unit."""
     match name:
         case "device" | "cpu":
             kind: Any = DeviceProfile if name == "device" else CpuProfile

@@ -32,7 +32,7 @@ def _chance_of_any(chance: float, num_tokens: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsProfile:
-    """The experts of one layer. Parameters and bytes count one expert."""
+    """The experts of one layer. Parameters and bytes are per expert."""
 
     num_experts: int
     num_chosen: int
@@ -50,7 +50,7 @@ class ExpertsProfile:
     chances: tuple[float, ...] = ()
     """The measured share of tokens that choose each expert. If empty, all experts are equally likely."""
     owners: tuple[int, ...] = ()
-    """The rank that owns each expert. If empty, ranks own ranges (`owned_experts`)."""
+    """The rank that owns each expert. If empty, each rank owns a range of experts (`owned_experts`)."""
 
     def hits(self, num_micro_batches: int = 1) -> float:
         """Return the expected number of experts that at least one token of the micro-batches chooses."""
@@ -84,7 +84,7 @@ class ExpertsProfile:
 
     @property
     def all_hit_from_tokens(self) -> int | None:
-        """The least number of tokens at which the rarest of E experts is unused in less than one of 2E micro-batches.
+        """The minimum number of tokens at which the rarest of E experts is unused in less than one of 2E micro-batches.
         The expected number of unused experts is then below one half. None if some experts are never chosen."""
         rarest = min(self.chances, default=self.num_chosen / self.num_experts)
         if rarest <= 0:
@@ -105,7 +105,7 @@ class ExpertsProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsProfile:
-    """The rows that a micro-batch needs of a table."""
+    """The rows of a table that a micro-batch needs."""
 
     num_rows: int
     """Number of all rows of the table."""
@@ -168,8 +168,8 @@ class BlockProfile:
     """Peak device memory of forward and backward in bytes. It counts saved tensors, intermediates and gradients, but
     not weights, input and earlier blocks. 0 if the backward was not traced."""
     moved_bytes: int = 0
-    """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
-    FLOPs."""
+    """Bytes that the other operations read and write in a forward. Memory bandwidth, and not FLOPs, bounds these
+    operations."""
     fused_bytes: tuple[tuple[Fusion, int], ...] = ()
     """`moved_bytes` with each way to fuse the other operations (`ModelProfile.fused`). Empty outside the layers."""
     graph_bytes: int = 0
@@ -187,7 +187,7 @@ class BlockProfile:
     experts: ExpertsProfile | None = None
     """Streamed experts of a layer. The FLOPs above include them, and the parameters and bytes do not."""
     rows: RowsProfile | None = None
-    """The rows that a micro-batch needs of a table, if only rows of it are loaded."""
+    """The rows of a table that a micro-batch needs, if the table is not loaded whole."""
 
     @property
     def attention_flops(self) -> float:

@@ -1,4 +1,4 @@
-"""The plan, which says where activations and records lie so that a step is as short as the hardware allows.
+"""The plan, which places activations and records so that a step is as short as the hardware allows.
 
 `TrainingSetup` is the input, `OffloadPlan` is the decision, and `StepPrediction` is the expected step.
 """
@@ -90,8 +90,8 @@ class TrainingSetup:
     records: tuple[RecordTraffic, ...] = ()
     record_cpu_bytes: int = 0
     activations: Activations = "auto"
-    """With `recompute` only the layers' inputs stay, on the device. With `swap` nothing stays on the device, and only
-    cheap operations are recomputed. With `keep` all saved tensors stay on the device."""
+    """With `recompute` only the layers' inputs are kept, on the device. With `swap` nothing stays on the device, and
+    only cheap operations are recomputed. With `keep` all saved tensors stay on the device."""
     state_bytes_per_param: float = 10.0
     """Bytes of a trainable parameter in all records except `param`. This is 10 for bfloat16 (residual and float32
     moments), 8 for float32 (moments), and less with a smaller `optimizer_state_dtype`. LoHan has 12 (float32 master and
@@ -103,7 +103,7 @@ class TrainingSetup:
     lent_bytes: int = 0
     """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False
-    """Whether updates during the forward copy new weights to slots, so that loads do not read them."""
+    """Whether updates during the forward copy new weights to slots, so that loads need not read them again."""
     clip: ClipRequest = "auto"
     """With `defer` updates run during the next forward, and with `none` and `speculate` in backward. `auto` is the
     faster of `defer` and `speculate`."""
@@ -120,10 +120,10 @@ class TrainingSetup:
     checkpoints. With None `commit_every_s` or the plan decides."""
     commit_every_s: float | None = None
     spilled_gradient_bytes: int = 0
-    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`), unless RAM has room for them beside
+    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`), unless RAM has room for them and
     activations."""
     gradients: tuple[BlockGradient, ...] = ()
-    """All held gradients, in forward order. Empty if they may not use the RAM beside activations."""
+    """All held gradients, in forward order. Empty if they may not use RAM that activations leave."""
     num_held_chunks: int = 0
     """Number of chunks whose held gradients have buffers."""
     turnaround_bytes: int = 0
@@ -133,10 +133,10 @@ class TrainingSetup:
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts without tokens in a step are updated later."""
     least_moved_rows: int = 0
-    """Least number of rows of one rank for one expert that another rank of the node may compute, to balance rows. 0 if
+    """Minimum number of rows of one rank for one expert that another rank of the node computes, to balance rows. 0 if
     no rank computes rows for another rank's expert."""
     cluster: Cluster = ONE_RANK
-    """Budgets, records and micro-batches count one rank, and SSDs its node."""
+    """Budgets, records and micro-batches are per rank, and SSDs are per node."""
     copy_cpu_bytes: int | None = None
     """RAM of each rank for its node's copy of all weights, if the collectives keep it in RAM. None is an equal share of
     the weights."""
@@ -186,7 +186,7 @@ class Lanes:
     optimizer_s: float
     net_s: float = 0.0
     host_s: float = 0.0
-    """Seconds of the RAM that the ranks of a node share."""
+    """Busy seconds of the RAM that the ranks of a node share."""
     gathered_s: float = 0.0
     exchanged_s: float = 0.0
     """Seconds of links between GPUs, for weights and for gradients."""
@@ -248,7 +248,7 @@ class ExpertPrediction:
     active_params: int
     """Number of parameters that a token uses, including parameters outside the experts."""
     all_hit_from_tokens: int | None
-    """The least number of tokens at which the expected number of unused experts of a layer is below one half. None if
+    """The minimum number of tokens at which the expected number of unused experts of a layer is below one half. None if
     some experts are never chosen."""
 
 
@@ -291,7 +291,7 @@ class StepPrediction:
     ssd_hidden_step_s: float
     """The step time without waits for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
-    """Bytes on each tier, by purpose. They count one device, and a machine's RAM and drives."""
+    """Bytes on each tier, by purpose. They are per device for "gpu", and per machine for "cpu" and "ssd"."""
     fits: bool
     ranks: RankPrediction | None = None
     """Set only with several ranks."""
@@ -326,7 +326,7 @@ class SolvedPlan:
 
     name: SolverName
     step_s: float
-    """Seconds of a step by the sum of lanes, without a simulation."""
+    """Predicted seconds of a step, without a simulation."""
     simulated_step_s: float | None
     """None with several ranks."""
     written_bytes: int
@@ -370,7 +370,7 @@ class OffloadPlan:
     """Number of micro-batches that run together in each forward and backward."""
     num_params: int
     least_device_bytes: int
-    """Least memory of the device for the step with these slots, over all choices of kept activations."""
+    """Minimum device memory of the step with these slots, over all choices of kept activations."""
     chunk_tokens: int | None = None
     """Tokens that a layer computes at a time; None if layers run whole."""
     other_order_step_s: float | None = None

@@ -1,11 +1,11 @@
 """Chooses the updates that are parked: their gradients wait until the next forward is near their blocks.
 
 In a backward gradients arrive from the last block to the first, and the next forward needs the first block first. If
-the forward takes F seconds and the backward B seconds, about F / (B + F) of the updates fit under the forward. Parked
-updates are spread evenly over the model. At each moment of the backward the same share of the arrived gradients
-may be applied, so the drives never lack work. At each block of the forward the same share of its updates must be
-done, so computing waits as little as possible. Any other set of the same size makes computing or the drives wait: the
-first blocks are needed too early, and the last blocks leave the drives without work when the backward begins.
+the forward takes F seconds and the backward B seconds, about F / (B + F) of the updates can run during the forward.
+Parked updates are spread evenly over the model. At each moment of the backward the same share of the arrived gradients
+may be applied, so the drives never lack work. At each block of the forward the same share of its updates must be done,
+so computing waits as little as possible. Any other set of the same size makes computing or the drives wait: the first
+blocks are needed too early, and the last blocks leave the drives without work when the backward begins.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class PoolRequest:
     stages_codes: bool = False
     """Whether packed weights pass through host buffers, and are decoded from there."""
     coded_block_bytes: int = 0
-    """Bytes of the largest payload in which a block goes to the device. 0 if blocks go there unchanged."""
+    """Bytes of the largest payload in which a block is sent to the device. 0 if blocks are sent unchanged."""
     coded_gradient_bytes: float = 0.0
     """Bytes of an element of a gradient that is coded on the device. 0 if gradients are not coded."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
@@ -248,7 +248,7 @@ class PoolPlan:
     """Size of a staging buffer in chunks."""
     whole_bytes: int = 0
     whole_device_bytes: int = 0
-    """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
+    """Memory for updates of whole parameters: RAM besides the buffers, and device memory besides the slots."""
     unpacking_bytes: int = 0
     """Device memory in which packed weights are decoded and gradients are added, and for payloads of a link with
     codecs."""
@@ -332,7 +332,7 @@ def _num_blocks(request: PoolRequest, size_class: SizeClass) -> int:
 
 
 def _least_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
-    """Return the bytes of a slot and the least number of slots, by size class."""
+    """Return the bytes of a slot and the minimum number of slots, by size class."""
     slot_bytes = dict.fromkeys(SizeClass, 0)
     for block in request.blocks:
         if block.size_class is not SizeClass.ROWS:
@@ -343,7 +343,7 @@ def _least_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeC
 
 
 def _least_gpu_bytes(request: PoolRequest, chunk_numel: int, per_staging: int = 1) -> int:
-    """Return the least device memory for chunks of this size, and for staging buffers of ``per_staging`` chunks."""
+    """Return the minimum device memory for chunks of this size, and for staging buffers of ``per_staging`` chunks."""
     slot_bytes, num_slots = _least_slots(request)
     slots_bytes = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
     unpacking_bytes = request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES)
@@ -367,7 +367,7 @@ def _check_gpu_memory(request: PoolRequest, chunk_numel: int) -> None:
 
 
 def _plan_slots(request: PoolRequest, least_bytes: int) -> dict[SizeClass, int]:
-    """Return the numbers of slots. ``least_bytes``: device memory that is needed with the least number of slots."""
+    """Return the numbers of slots. ``least_bytes``: device memory that is needed with the minimum number of slots."""
     slot_bytes, num_slots = _least_slots(request)
     spare = request.gpu_memory_bytes - least_bytes
     expert_bytes = slot_bytes[SizeClass.EXPERT]
@@ -463,7 +463,7 @@ def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:
-    """Return the least numbers of buffers for staging, states, arriving gradients and recalled gradients."""
+    """Return the minimum numbers of buffers for staging, states, arriving gradients and recalled gradients."""
     num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in request.blocks)
     return (
         num_lanes * MIN_STAGING_BUFFERS if request.is_staged else 0,

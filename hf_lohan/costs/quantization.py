@@ -60,7 +60,7 @@ class EncodedMatrix:
 
     @property
     def cut_bytes(self) -> int:
-        """Size of the words in which codes lie. Each row begins with a new word."""
+        """Size of the words that contain codes. Each row begins with a new word."""
         return 4 if self.codes.endswith("int32") else 1
 
     @property
@@ -142,7 +142,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, value: object) -> Quantization:
-        """Make a quantization of any spelling of the setting. Raises ValueError."""
+        """Make a quantization from any spelling of the setting. Raises ValueError."""
         match value:
             case Quantization():
                 return value
@@ -166,11 +166,11 @@ class Quantization:
 
     @property
     def packs(self) -> bool:
-        """Whether frozen weights are stored in another form than their working dtype."""
+        """Whether frozen weights are stored in a form other than their working dtype."""
         return bool(self.weights) or self.method in PACKED_METHODS
 
     def to_setting(self) -> str | dict[str, Any]:
-        """Return the setting in JSON's types: a word if the other fields have their defaults, else a table."""
+        """Return the setting in JSON's types: a string if the other fields have their defaults, else a table."""
         if self.weights:
             groups: dict[tuple[EncodedMatrix, ...], list[str]] = {}
             for name, matrices in self.weights:

@@ -51,7 +51,7 @@ class DeviceGroup(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End all present and later exchanges. The values of the tensors that they receive are undefined. Any thread
+        """End all current and later exchanges. The values of the tensors that they receive are undefined. Any thread
         may call this."""
 
 
@@ -92,7 +92,7 @@ class Device(DeviceMemory):
     memory_is_host: bool = False
     """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
     is_integrated: bool = False
-    """Whether the device uses host memory and has none of its own."""
+    """Whether the device uses host memory and has no separate memory."""
     shares_cores: bool = False
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True
@@ -176,7 +176,7 @@ class Device(DeviceMemory):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Return how many more bytes this process could allocate, in addition to its present tensors."""
+        """Return how many more bytes this process could allocate, in addition to its current tensors."""
 
     def memory_peak(self) -> MemoryPeak | None:
         """Return the peaks since the process began or torch's counters were reset, or None if the device does not

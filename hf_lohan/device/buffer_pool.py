@@ -112,7 +112,7 @@ class BufferPool:
             return [self.acquire() for _ in range(num_buffers)]
 
     def abort(self, cause: BaseException) -> None:
-        """Close the pool if the thread that returns buffers has died. All present and later borrowers raise."""
+        """Close the pool if the thread that returns buffers has died. All current and later borrowers raise."""
         with self._lock:
             self._cause = cause
             self._changed.notify_all()

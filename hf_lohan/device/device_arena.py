@@ -1,7 +1,7 @@
 """Device memory for tensors that this library allocates itself: returning swapped tensors; outputs, keys and values of
 layers that run in chunks; and sums of gradients.
 
-Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass, tensors that
+Passes repeat. The arena records when each tensor of a pass is allocated and freed. In the next equal pass, tensors that
 are freed before its end get planned addresses (`costs.address_plan`). Tensors that share addresses are in one block of
 memory, which exists from the first of these tensors to the last. So they leave no holes between other tensors.
 """
@@ -81,14 +81,14 @@ class DeviceArena:
         self._plans: dict[Hashable, _PassPlan] = {}
         """Maps (pass, bytes of its first tensor) to a plan. The latest plan is last."""
         self._name: Hashable | None = None
-        """The name of the present pass. None between passes."""
+        """The name of the current pass. None between passes."""
         self._plan: _PassPlan | None = None
         self._blocks: dict[_Block, Tensor] = {}
-        """Blocks of the present pass whose last tensor has not been placed."""
+        """Blocks of the current pass whose last tensor has not been placed."""
         self._lane: object = None
         """The lane COMPUTE on which the blocks are allocated."""
         self.block_bytes = 0
-        """Bytes of all blocks of the present pass so far."""
+        """Bytes of all blocks of the current pass so far."""
         self._of_pass: list[_ArenaTensor] = []
         self._alive: list[_ArenaTensor] = []
         """Tensors of this pass and earlier passes that are in use."""
@@ -106,7 +106,7 @@ class DeviceArena:
         return device
 
     def begin_pass(self, name: Hashable | None) -> None:
-        """End the present pass and begin another one. With None, or without planned addresses, no pass begins."""
+        """End the current pass and begin another one. With None, or without planned addresses, no pass begins."""
         if not self._device.plans_addresses:
             return
         with self._lock:
@@ -148,7 +148,7 @@ class DeviceArena:
             self._note_deaths()
 
     def note_copy(self, lane: Lane, *tensors: Tensor) -> None:
-        """Note that a copy lane uses these tensors. Called when the copy is enqueued."""
+        """Record that a copy lane uses these tensors. Called when the copy is enqueued."""
         if not self._placed:
             return
         with self._lock:
@@ -163,7 +163,7 @@ class DeviceArena:
                     piece.copies[lane] = event
 
     def _note_deaths(self) -> None:
-        """Note which tensors have been freed, and forget the freed tensors whose copies are done."""
+        """Record which tensors have been freed, and forget the freed tensors whose copies are done."""
         for piece in self._alive:
             if piece.died is None and piece.memory is not None and piece.memory.expired():
                 piece.died = len(self._of_pass)
@@ -186,7 +186,7 @@ class DeviceArena:
         if plan is None:
             return None
         if number >= len(plan.sizes) or plan.sizes[number] != piece.num_bytes:
-            self._plan, self._blocks = None, {}  # another pass than the planned one
+            self._plan, self._blocks = None, {}  # a pass other than the planned one
             return None
         start, place = plan.offsets[number], plan.blocks[number]
         if start is None or place is None:

@@ -67,11 +67,11 @@ class DeviceMemory(ABC):
     @abstractmethod
     def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
         """Return a range of memory from `empty` as a uint8 tensor [num_bytes]. The tensor has its own storage, which
-        keeps ``memory`` alive. Copies from or to this tensor are noted in the arena (`DeviceArena.note_copy`)."""
+        keeps ``memory`` alive. Copies from or to this tensor are recorded in the arena (`DeviceArena.note_copy`)."""
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        """Return an event at the present end of `lane`. On COMPUTE, it marks the end of all uses of `tensors` and
+        """Return an event at the current end of `lane`. On COMPUTE, it marks the end of all uses of `tensors` and
         `reads`. `reads` were only read, so copies from them may begin earlier."""
 
     def compute_lane(self) -> object:

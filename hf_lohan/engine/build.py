@@ -357,7 +357,7 @@ def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout
     group = layout.collectives.group_ranks
     loader.keep_weights(peer_weights, changes)
     logger.info(
-        "weights go to other nodes %s; %s a copy %s",
+        "weights are sent to other nodes %s; %s a copy %s",
         "as changes of a step" if changes is not None else "whole",
         "each node keeps" if group is None else f"groups of {group} ranks keep",
         "in RAM" if layout.collectives.backward == "ram" else "on the SSD",

@@ -182,7 +182,7 @@ class StepCommits:
         return self._steps_since > 0
 
     def end_step(self) -> None:
-        """Note that a step has ended. Its updates may still run."""
+        """Record that a step has ended. Its updates may still run."""
         self._steps_since += 1
         if self.each_step and self.is_due:
             self.request()

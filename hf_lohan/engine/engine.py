@@ -136,8 +136,8 @@ class OffloadEngine:
         """Plan steps with micro-batches of this shape, before the first step. Returns whether `run_micro_batches` is
         faster than running the micro-batches one after the other."""
         self._lifetime.check()
-        wish = self._plan.choose_order(shape)
-        return all_agree(self.links, "whether micro-batches run together", wish)
+        is_faster = self._plan.choose_order(shape)
+        return all_agree(self.links, "whether micro-batches run together", is_faster)
 
     def plan_again(self) -> None:
         """Plan the next training forward, because the run continues from a commit with another plan."""
@@ -145,8 +145,8 @@ class OffloadEngine:
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all micro-batches of a step through each block before the next block, so that weights move once. Each
-        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients
-        equal, to the bit, the gradients of micro-batches that run in turn.
+        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients are
+        bitwise equal to the gradients of micro-batches that run one after another.
 
         The functions run in threads, one at a time. After all have ended, this raises their first error, or
         RuntimeError if there is no loss.
@@ -233,7 +233,7 @@ class OffloadEngine:
         return self.last_step is not None and self.last_step.not_finite is not None
 
     def clip_by(self, way: ClipWay) -> None:
-        """Set how steps clip. This applies from the next step on, or now if the present step has had no backward."""
+        """Set how steps clip. This applies from the next step on, or now if the current step has had no backward."""
         self._step.clip_by(way)
 
     def go_back_to_commit(self) -> Commit:

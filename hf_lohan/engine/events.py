@@ -26,7 +26,7 @@ class StepsSoFar:
     clip_rate: float
     """Fraction of the last steps that clipped."""
     is_as_planned: bool = True
-    """Whether the last step had batches of about the planned length. If lengths vary, other steps are not timed."""
+    """Whether the last step had batches of about the planned length. If lengths vary, only such steps are timed."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Number of tokens of each expert, by name of the layer, if experts stream one by one."""
     saved_share: float = 1.0
@@ -45,10 +45,10 @@ class EngineEvents:
     micro-batches than before run together."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """Same as `plan`, for a step whose micro-batches may run one by one or together. Called before the first forward.
-    The returned plan is for the faster order, which is part of its shape."""
+    The returned plan is for the faster order, which is in `PlannedStep.shape`."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """Returns another plan to follow, or None to keep the plan. Called at the beginning of the first training forward
-    after a step, where an error harms no step."""
+    after a step, where an error loses no step."""
     block_began: Callable[[PassName, Block], None] = lambda _phase, _block: None
     """Called when a pass reaches a block, maybe on a thread of autograd. Must return quickly."""
 
@@ -103,7 +103,7 @@ class FollowedPlan:
         """Whether a step has ended since the last training forward."""
 
     def end_step(self) -> None:
-        """Note that a step has ended."""
+        """Record that a step has ended."""
         self._step_has_ended = self._is_first_forward = True
 
     def begin_step(self) -> None:
@@ -149,8 +149,8 @@ class FollowedPlan:
             self._note_length(shape)
         elif self._must_fit:
             raise BudgetError(
-                "device_memory has a size, but this batch has neither token ids nor embeddings by which its step could "
-                "be planned; set device_memory to auto"
+                "device_memory has a size, but this batch has neither token ids nor embeddings from which its step "
+                "could be planned; set device_memory to auto"
             )
         if self._needs_plan and shape is not None:
             self._needs_plan = False

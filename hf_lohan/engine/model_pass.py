@@ -142,7 +142,7 @@ class UsedBlocks:
         self._num_since_backward = 0
 
     def unused(self, blocks: Iterable[Block], num_changes: int) -> set[Block]:
-        """Return the blocks that the present backward does not reach. The backward may belong to any forward of the
+        """Return the blocks that the current backward does not reach. The backward may belong to any forward of the
         step, unless forwards and backwards took turns."""
         if num_changes != self._num_changes:
             return set()
@@ -180,7 +180,7 @@ class ModelPass:
         return self._saving is not None
 
     def note_changed_weight(self, name: str) -> None:
-        """Note that a weight was changed, so that the backward of an earlier forward is refused."""
+        """Record that a weight was changed, so that the backward of an earlier forward is refused."""
         if self._awaits_backward:
             self._changed = name
 
@@ -242,7 +242,7 @@ class ModelPass:
         return True
 
     def fail_forward(self) -> None:
-        """Note that a forward has raised."""
+        """Record that a forward has raised."""
         self._is_running = False
 
     def end_forward(self, *, is_training: bool) -> None:

@@ -65,7 +65,7 @@ class PlannedMemory:
         """Adds advice to errors of a step."""
         self._tiers = tiers
         self.layout = layout
-        """Divides the RAM according to the plan. Before a plan exists, it divides the RAM for a run without a plan."""
+        """Layout of the RAM according to the plan, or for a run without a plan until a plan exists."""
         self._on_decided = on_decided
         self._has_copies = False
         self.num_together = 1
@@ -75,7 +75,7 @@ class PlannedMemory:
         self.sizes: Sizes = {}
         """Bytes that one micro-batch could swap. Empty until they are known."""
         self._num_chunks = 1
-        """Largest number of chunks in which a layer runs. Each chunk has tensors of its own."""
+        """Largest number of chunks in which a layer runs. Each chunk has its own tensors."""
         self.process: ProcessMemory | None = None
         """The RAM of this process; None without a plan."""
         self._staging: BufferPool | None = None
@@ -142,8 +142,8 @@ class PlannedMemory:
             ram.reallocate(layout.activation_ram_bytes)
 
     def allocate_copies(self) -> None:
-        """Allocate the memory for copies of records, unless this was done. Called with the plan, or at the first use of
-        the model without a plan."""
+        """Allocate the memory for copies of records, unless this was done. Called when a plan is made, or at the first
+        use of a model without a plan."""
         if self._has_copies:
             return
         self.layout = self.layout.decided()
@@ -322,7 +322,7 @@ class OutOfMemoryAdvice:
         planned, seen = self._latest()
         advice = self._what_to_change(planned, seen, missing_bytes(measured))
         counts = self._plan_counts_on(planned)
-        error.args = (f"{measured} {counts} {advice} No committed step is lost; the next run continues from it.",)
+        error.args = (f"{measured} {counts} {advice} The next run continues from the last committed step.",)
 
     def _plan_counts_on(self, planned: PlannedStep | None) -> str:
         if planned is None:
@@ -332,8 +332,8 @@ class OutOfMemoryAdvice:
         parts = planned.plan.prediction.tier_bytes["gpu"]
         named = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size)
         return (
-            f"The plan counts on {format_bytes(sum(parts.values()))} ({named}) of the "
-            f"{format_bytes(planned.hardware.device.memory_bytes)} that were free at planning, for batches of "
+            f"The plan needs {format_bytes(sum(parts.values()))} ({named}) of the "
+            f"{format_bytes(planned.hardware.device.memory_bytes)} that were free when it was made, for batches of "
             f"{_shape_text(planned.shape)} tokens."
         )
 

@@ -168,7 +168,7 @@ def _layout_values(layout: OffloadLayout, config: ResolvedConfig) -> dict[str, A
         for dtype, part in ((block.master.working_dtype, part) for block, part in parts)
     }
     places = {
-        f"the place of {part.name} from element {part.first} on": (
+        f"the location of {part.name} from element {part.first} on": (
             f"{block.name}, element {part.start}, {part.packed or block.master.rule}"
         )
         for block, part in parts
@@ -402,6 +402,6 @@ class RankBatches:
                 buffer.copy_(torch.frombuffer(values, dtype=buffer.dtype).view(buffer.shape))
 
 
-def all_agree(links: Links, tag: str, wish: bool) -> bool:
-    """Return whether ``wish`` is true on all ranks. All ranks call this together."""
-    return all(answer == _YES for answer in links.all_gather(tag, _YES if wish else _NO))
+def all_agree(links: Links, tag: str, answer: bool) -> bool:
+    """Return whether ``answer`` is true on all ranks. All ranks call this together."""
+    return all(given == _YES for given in links.all_gather(tag, _YES if answer else _NO))

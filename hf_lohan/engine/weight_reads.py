@@ -148,7 +148,7 @@ class WeightReads:
 
     @contextlib.contextmanager
     def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let ``parameters`` be ordinary parameters on the device in this context. `gpu_memory` does not count them.
+        """Make ``parameters`` ordinary parameters on the device in this context. `gpu_memory` does not count them.
 
         Changed parameters are stored at the end of the context, and bfloat16 weights become their own float32 masters.
         An exception leaves the store unchanged. All ranks must make the same changes. Raises RanksDisagreeError if

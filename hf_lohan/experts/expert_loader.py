@@ -1,4 +1,4 @@
-"""Loads experts one by one, on another thread than the loader of layers."""
+"""Loads experts one by one, on a separate thread from the loader of layers."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class ExpertLoader(BlockLoader):
             self._ring.changed.notify_all()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """Note how many of this process's tokens a forward of the layer sent to each of ``experts``, which are indices
-        among all experts of the layer."""
+        """Record how many of this process's tokens a forward of the layer sent to each of ``experts``, which are
+        indices among all experts of the layer."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 

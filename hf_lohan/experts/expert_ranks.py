@@ -3,8 +3,8 @@ that owns the expert, or another rank of the owner's node.
 
 The rows that one rank has for one expert are a *group*. Each group is computed by its own matrix products. So a group's
 result, and its gradients of the expert's weights, do not depend on other ranks' rows, nor on the rank that computes
-them. An owner adds the gradients of all groups in the order of the ranks that have the rows. So the results equal, to
-the bit, the results of one process that computes the ranks' batches in turn.
+them. An owner adds the gradients of all groups in the order of the ranks that have the rows. So the results are bitwise
+equal to those of one process that computes the ranks' batches one after another.
 
 If the ranks of a node balance their rows, each call begins with an exchange of all numbers of rows. From these numbers
 all ranks compute which groups move (`shared_segments`), and the owners lend their experts (`lent_experts`).
@@ -78,7 +78,7 @@ class BalancedRows:
     computed: list[int]
     """Rows that each rank computed."""
     most_owned: int = 0
-    """The most rows that a rank owns in a layer's forward, summed over all forwards. All ranks would wait for it."""
+    """The maximum rows that a rank owns in a layer's forward, summed over all forwards. All ranks would wait for it."""
     most_computed: int = 0
 
     def add_forward(
@@ -123,7 +123,7 @@ class ExpertPlaces(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Take part in no more calls."""
+        """Leave all later calls."""
 
 
 class AllHere(ExpertPlaces):

@@ -35,7 +35,7 @@ ExpertNumbers: TypeAlias = "dict[int, None] | range"
 
 _NOT_EXPECTED = NEVER // 2
 _DECAY = 0.9**0.25
-"""Factor by which a use loses weight in each later pass, which is 0.9 over four passes."""
+"""Factor by which the weight of a use decreases in each later pass. It is 0.9 over four passes."""
 _TRUSTED_FROM = 0.5
 _RANK_STEPS = 16
 """Number by which `rank` increases if the count doubles."""
@@ -116,8 +116,8 @@ def _overlap(used: Collection[int], expected: Collection[int]) -> float:
 class DueExpert(NamedTuple):
     """The expert to load next."""
 
-    place: int
-    """The place that needs the expert (`ExpertSchedule.next_use`)."""
+    position: int
+    """The position of the use (`ExpertSchedule.next_use`)."""
     block: Block
     is_sure: bool
     """Whether the expert is certainly needed and not a hint."""
@@ -260,7 +260,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
             heapq.heappush(now.again, layer)
 
     def use(self, block: Block) -> None:
-        """Note that the running call computes with the block, and does not need it again."""
+        """Record that the running call computes with the block, and does not need it again."""
         now = self._pass
         layer, expert = self._at[block]
         if now is None or layer != self._layer_at(now, now.visit):
@@ -273,10 +273,10 @@ class ExpertSchedule(PassSchedule[_Pass]):
                 del counts[expert]
 
     def use_for_operation(self, block: Block) -> None:
-        """Note that a single operation reads weights of the block. This changes no prediction."""
+        """Record that a single operation reads weights of the block. This changes no prediction."""
 
     def note_displaced(self, block: Block) -> None:
-        """Note that the block was overwritten. It is loaded again if a visit of this pass needs it."""
+        """Record that the block was overwritten. It is loaded again if a visit of this pass needs it."""
         visit, now = self.next_use(block) // 2, self._pass
         if now is None or visit >= 2 * len(self._layers):
             return
@@ -300,8 +300,8 @@ class ExpertSchedule(PassSchedule[_Pass]):
     # Queries of the loader.
 
     @property
-    def place(self) -> int:
-        """The place of the running call, or of the next call."""
+    def position(self) -> int:
+        """The position of the running call, or of the next call."""
         return 2 * self._pass.visit if self._pass is not None else 0
 
     @property
@@ -323,10 +323,10 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return self._layers[layer]
 
     def next_use(self, block: Block) -> int:
-        """Return the next place that needs the block. A place is twice the number of a visit, plus one if only a later
-        call of the current visit needs the block. Visits of the next pass are numbered after the visits of this pass.
-        Blocks that no visit is expected to need have later places, and rarely used blocks have the last places. `NEVER`
-        without a pass."""
+        """Return the next position that needs the block. A position is twice the number of a visit, plus one if only a
+        later call of the current visit needs the block. Visits of the next pass are numbered after those of this pass.
+        Blocks that no visit is expected to need have later positions, and rarely used blocks the last. `NEVER` without
+        a pass."""
         now = self._pass
         if now is None:
             return NEVER
@@ -342,7 +342,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
 
     def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
         """Return the first missing block of the next visits, or None. After a training pass nothing is loaded before
-        the next pass is foreseen, because its weights do not exist yet."""
+        the next pass is expected, because its weights do not exist yet."""
         now = self._pass
         if now is None:
             return None

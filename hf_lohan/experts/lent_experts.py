@@ -1,10 +1,10 @@
 """Experts that ranks of a node lend each other, so that a rank with few rows computes some rows of another rank.
 
-The owner of a *lent* expert copies the weights to a place in memory that the node's ranks share. Each rank that borrows
-the expert computes its groups with these weights. In backward a borrower puts the gradient of each group in its own
-place of this memory, and the owner adds it. Each rank has one place for weights that it lends, and one for a gradient.
+The owner of a *lent* expert copies the weights to a buffer in memory that the node's ranks share. Each rank that
+borrows the expert computes its groups with these weights. In backward a borrower writes the gradient of each group to
+its own buffer, and the owner adds it. Each rank has one buffer for weights that it lends, and one for a gradient.
 
-The places are used in turns, which follow from the numbers of rows (`in_turns`). A turn has two halves. In the first
+The buffers are used in turns, which follow from the numbers of rows (`in_turns`). A turn has two halves. In the first
 half, owners add the gradients of the turn before, and lend their next expert. In the second half, borrowers compute.
 All ranks of the node tell each other when they have done their part of a half. A rank without a part does this at once,
 and does not wait.
@@ -89,20 +89,20 @@ class Lending:
     """Lends and borrows the experts of one rank, on its computing thread."""
 
     def __init__(self, links: Links, memory: Tensor, device: Device) -> None:
-        """``memory`` (uint8) is shared by the node's ranks, with two places of equal size for each rank. All ranks
+        """``memory`` (uint8) is shared by the node's ranks, with two buffers of equal size for each rank. All ranks
         create this object together."""
         self._links, self._device = links, device
         self._lane = links.open_here("lent experts", stops_compute=True)
         self._begun: BegunWork | None = None
-        places = memory.view(links.ranks.num_local, 2, -1)
+        buffers = memory.view(links.ranks.num_local, 2, -1)
         own = links.ranks.on_this_node
-        # `data` has its own version counter, so that autograd sees no writes to other places.
-        self._weights = {rank: places[index, 0].data for index, rank in enumerate(own)}
-        """For each rank, the place for the weights that it lends."""
-        self._gradients = {rank: places[index, 1].data for index, rank in enumerate(own)}
-        """For each rank, the place for its gradient of an expert that it borrows."""
-        self._on_device = None if device.memory_is_host else device.empty(places.shape[-1])
-        """Device memory for a copy of another rank's place."""
+        # `data` has its own version counter, so that autograd sees no writes to other buffers.
+        self._weights = {rank: buffers[index, 0].data for index, rank in enumerate(own)}
+        """For each rank, the buffer for the weights that it lends."""
+        self._gradients = {rank: buffers[index, 1].data for index, rank in enumerate(own)}
+        """For each rank, the buffer for its gradient of an expert that it borrows."""
+        self._on_device = None if device.memory_is_host else device.empty(buffers.shape[-1])
+        """Device memory for a copy of another rank's buffer."""
 
     # Halves of turns.
 
@@ -134,28 +134,28 @@ class Lending:
 
     def lend(self, weights: Tensor) -> None:
         """Lend an expert of this rank. ``weights`` [numel] are on the device."""
-        self._place(self._weights, self._links.ranks.rank, weights.dtype, weights.numel()).copy_(weights)
+        self._buffer(self._weights, self._links.ranks.rank, weights.dtype, weights.numel()).copy_(weights)
 
     def borrow(self, lent: LentExpert, block: Block) -> Tensor:
         """Return the weights [numel] of a lent expert on the device. They stay until the next call."""
-        return self._to_device(self._place(self._weights, lent.owner, block.master.working_dtype, block.numel))
+        return self._to_device(self._buffer(self._weights, lent.owner, block.master.working_dtype, block.numel))
 
     def give_gradient(self, block: Block, gradients: Mapping[ParamSlice, Tensor]) -> None:
         """Give the owner the gradients of one group of a borrowed expert."""
-        place = self._place(self._gradients, self._links.ranks.rank, block.master.working_dtype, block.numel)
+        buffer = self._buffer(self._gradients, self._links.ranks.rank, block.master.working_dtype, block.numel)
         for part, gradient in gradients.items():
-            place[part.start : part.stop].copy_(gradient.reshape(-1))
+            buffer[part.start : part.stop].copy_(gradient.reshape(-1))
 
     def take_gradient(self, rank: int, block: Block, parts: Sequence[ParamSlice]) -> dict[ParamSlice, Tensor]:
         """Return the gradients [1, ...] that a borrower gave, on the device. They stay until the next call."""
-        flat = self._to_device(self._place(self._gradients, rank, block.master.working_dtype, block.numel))
+        flat = self._to_device(self._buffer(self._gradients, rank, block.master.working_dtype, block.numel))
         return {part: flat[part.start : part.stop].view(1, *part.shape[1:]) for part in parts}
 
     @staticmethod
-    def _place(places: Mapping[int, Tensor], rank: int, dtype: torch.dtype, numel: int) -> Tensor:
-        return places[rank][: numel * dtype.itemsize].view(dtype)
+    def _buffer(buffers: Mapping[int, Tensor], rank: int, dtype: torch.dtype, numel: int) -> Tensor:
+        return buffers[rank][: numel * dtype.itemsize].view(dtype)
 
-    def _to_device(self, place: Tensor) -> Tensor:
+    def _to_device(self, buffer: Tensor) -> Tensor:
         if self._on_device is None:
-            return place
-        return self._on_device[: place.nbytes].view(place.dtype).copy_(place)
+            return buffer
+        return self._on_device[: buffer.nbytes].view(buffer.dtype).copy_(buffer)

@@ -35,51 +35,51 @@ class ExpertFigures:
 
 class FarthestUse:
     """Finds the slot whose block is needed last (`ExpertSchedule.next_use`). Call `note_next_use` when a block's next
-    use changes. If only the place of the use has passed, no call is needed."""
+    use changes. If only the position of the use has passed, no call is needed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
         self._next_use = next_use
         self._at: dict[int, dict[Slot, None]] = {}
-        self._place_of: dict[Slot, int] = {}
-        self._places: list[int] = []
-        """A heap of negated places, the last place first. Some places may no longer have slots."""
+        self._position_of: dict[Slot, int] = {}
+        self._positions: list[int] = []
+        """A heap of negated positions, the last position first. Some positions may no longer have slots."""
         self._busy: set[Slot] = set()
         """Slots that could not be overwritten when they were last tried."""
-        self._place = 0
+        self._position = 0
         self.rebuild(0)
 
-    def rebuild(self, place: int) -> None:
-        """Compute all next uses again. ``place`` is the current place."""
+    def rebuild(self, position: int) -> None:
+        """Compute all next uses again. ``position`` is the current position."""
         self._at.clear()
-        self._place_of.clear()
-        self._places.clear()
+        self._position_of.clear()
+        self._positions.clear()
         self._busy.clear()
-        self._place = place
+        self._position = position
         for slot in self._slots:
             self.note_next_use(slot)
 
-    def advance(self, place: int) -> None:
-        """Set the current place. Earlier places need no more blocks."""
-        if place < self._place:
-            self.rebuild(place)
+    def advance(self, position: int) -> None:
+        """Set the current position. Earlier positions need no more blocks."""
+        if position < self._position:
+            self.rebuild(position)
             return
-        for over in range(self._place, place):
+        for over in range(self._position, position):
             for slot in self._at.pop(over, ()):
-                del self._place_of[slot]
+                del self._position_of[slot]
                 self.note_next_use(slot)
-        self._place = place
+        self._position = position
 
     def note_next_use(self, slot: Slot) -> None:
-        """Note that the slot has a new block, or that its block has a new next use."""
+        """Record that the slot has a new block, or that its block has a new next use."""
         self._take_out(slot)
-        place = _EMPTY if slot.block is None else self._next_use(slot.block)
-        slots = self._at.get(place)
+        position = _EMPTY if slot.block is None else self._next_use(slot.block)
+        slots = self._at.get(position)
         if slots is None:
-            slots = self._at[place] = {}
-            heapq.heappush(self._places, -place)
+            slots = self._at[position] = {}
+            heapq.heappush(self._positions, -position)
         slots[slot] = None
-        self._place_of[slot] = place
+        self._position_of[slot] = position
 
     def find_slot(self, before: int) -> Slot | None:
         """Return a slot for a block that is needed at ``before``, or None. The block in the slot is needed later than
@@ -88,14 +88,14 @@ class FarthestUse:
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note_next_use(slot)
         computing: Slot | None = None
-        while self._places:
-            place = -self._places[0]
-            slots = self._at.get(place)
+        while self._positions:
+            position = -self._positions[0]
+            slots = self._at.get(position)
             if not slots:
-                heapq.heappop(self._places)
-                self._at.pop(place, None)
+                heapq.heappop(self._positions)
+                self._at.pop(position, None)
                 continue
-            if place <= before:
+            if position <= before:
                 break
             slot = next(iter(slots))
             if slot.is_claimable:
@@ -108,13 +108,13 @@ class FarthestUse:
 
     def _take_out(self, slot: Slot) -> None:
         self._busy.discard(slot)
-        place = self._place_of.pop(slot, None)
-        if place is not None:
-            del self._at[place][slot]
+        position = self._position_of.pop(slot, None)
+        if position is not None:
+            del self._at[position][slot]
 
 
 class NextExpert(NextLoad):
-    """Chooses loads by an `ExpertSchedule`. At most two hints are loaded at once, so that a needed block waits little.
+    """Chooses loads by an `ExpertSchedule`. At most two hints load at once, so that a needed block waits only briefly.
 
     A call looks at no more slots or blocks than a layer has experts. The first call after the begin or end of a pass,
     or after a step, is an exception."""
@@ -144,7 +144,7 @@ class NextExpert(NextLoad):
         load = self._schedule.next_load(self._ring.is_here)
         if load is None or (self._num_hints >= _MOST_HINTS and not load.is_sure):
             return None
-        slot = self._farthest.find_slot(before=load.place)
+        slot = self._farthest.find_slot(before=load.position)
         return None if slot is None else SlotLoad(load.block, slot, not load.is_sure)
 
     def claim_slot(self, load: SlotLoad) -> None:
@@ -173,13 +173,13 @@ class NextExpert(NextLoad):
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """Note that the slot's block was pinned. Called after `ExpertSchedule.use`."""
+        """Record that the slot's block was pinned. Called after `ExpertSchedule.use`."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """Note that the schedule of the layer's experts has changed."""
+        """Record that the schedule of the layer's experts has changed."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
                 self._farthest.note_next_use(self._ring.slot_of(block))
@@ -188,13 +188,13 @@ class NextExpert(NextLoad):
         """React to new passes and to emptied slots."""
         seen = (self._schedule.version, self._ring.num_forgets)
         if seen == self._seen:
-            self._farthest.advance(self._schedule.place)
+            self._farthest.advance(self._schedule.position)
             return
         if seen[1] != self._seen[1]:
             self._schedule.look_anew()
             self._unused = {block: None for block in self._unused if self._ring.is_here(block)}
         self._seen = seen
-        self._farthest.rebuild(self._schedule.place)
+        self._farthest.rebuild(self._schedule.position)
 
     def _next_use(self, block: Block) -> int:
         """Return the next use of a block. Blocks for which compute waits are first."""

@@ -360,7 +360,7 @@ _experts.register_autograd(_backward, setup_context=_set_up)
 
 def run_experts(experts: StreamedExperts, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run ``rows`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k] of each row, and sum the outputs
-    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal the results of transformers' `grouped_mm` to
-    the bit."""
+    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients are bitwise equal to those of transformers'
+    `grouped_mm`."""
     output: Tensor = _experts(rows, top_k_weights, top_k_index, experts.anchor, experts.handle)
     return output

@@ -1,4 +1,4 @@
-"""Reads and writes a run's files through host memory, or without host memory by the annex `gpu_direct`."""
+"""Reads and writes a run's files through host memory, or without host memory with the annex `gpu_direct`."""
 
 from __future__ import annotations
 

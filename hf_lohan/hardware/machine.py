@@ -191,7 +191,7 @@ class AnonymousMemoryPeak:
         self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)
 
     def take_recent_peak(self) -> int:
-        """Return the highest value since the last call, including the present value."""
+        """Return the highest value since the last call, including the current value."""
         self.sample()
         recent_peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, 0
         return recent_peak_bytes

@@ -180,7 +180,7 @@ def _rounded(rate: float) -> float:
 
 
 def with_present_room(profile: HardwareProfile, config: ResolvedConfig, device: Device) -> HardwareProfile:
-    """Return the profile with the present free memory and disk space, and the present settings of the allocator."""
+    """Return the profile with the current free memory and disk space, and the current settings of the allocator."""
     return replace(
         profile,
         device=replace(profile.device, memory_bytes=device.total_memory_bytes(), grows_segments=device.grows_segments),

@@ -67,7 +67,7 @@ def cached_hardware(
     measure: Callable[..., HardwareProfile] = measure_hardware,
 ) -> HardwareProfile:
     """Return an earlier result of `measure_hardware` for the same device, CPU, torch, threads, drives, shapes and
-    dtype, with the present free memory and disk space. Without an earlier result, measure now.
+    dtype, with the current free memory and disk space. Without an earlier result, measure now.
 
     Processes measure one after the other, and later processes read the result of the first. If the cache is damaged or
     cannot be used, this measures again.

@@ -159,7 +159,7 @@ def attention_flops_per_s(
     are measured. Rows have at least 1,024 tokens, if these fit, and at most 4,096.
     """
     shape = replace(shape, num_tokens=min(max(shape.num_tokens, _FEWEST_TOKENS), _MOST_TOKENS))
-    # A GPU's attention advances the run's random numbers, also without dropout.
+    # A GPU's attention advances the run's random numbers, even without dropout.
     devices = [] if device.torch_device.type == "cpu" else [device.torch_device]
     with torch.random.fork_rng(devices, device_type=device.torch_device.type):
         chosen = replace(shape, num_heads=1, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))

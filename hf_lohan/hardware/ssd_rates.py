@@ -1,4 +1,4 @@
-"""Measures the drives' bandwidth for writes, reads, and both in turn, with the files of a run."""
+"""Measures the drives' bandwidth for writes, reads, and both alternately, with the files of a run."""
 
 from __future__ import annotations
 

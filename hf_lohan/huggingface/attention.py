@@ -85,7 +85,7 @@ def run_layers_in_chunks(
     layers: Mapping[nn.Module, str],
     row_memory: RowMemory | None = None,
 ) -> ChunkedLayers:
-    """Let the layers of a model run in chunks as soon as `ChunkedLayers.cut` gets a number of tokens. ``row_memory``:
+    """Make the layers of a model run in chunks as soon as `ChunkedLayers.cut` gets a number of tokens. ``row_memory``:
     the shared memory of the ranks that share rows in all training forwards (`ranks.per_row`)."""
     chunked = cuttable_layers(model, layers, activations)
     activations.runs_in_chunks.update(
@@ -131,16 +131,16 @@ def run_layers_in_chunks(
 
 
 def _warn_of_ignored_documents(kwargs: Mapping[str, Any]) -> bool:
-    """Warn if position ids begin anew within a row and there is a mask, because transformers then ignores the new
-    beginnings. Returns whether it warned."""
+    """Warn if position ids restart within a row and there is a mask, because transformers then ignores the restarts.
+    Returns whether it warned."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(positions, Tensor) or not isinstance(mask, Tensor) or positions.dim() != 2 or mask.dim() != 2:
         return False
     if not bool(mask.all()) or not bool((positions[:, 1:] < positions[:, :-1]).any()):
         return False
     logger.warning(
-        "position_ids begin anew within a row, but an attention_mask of ones was passed too, so transformers lets "
-        "tokens attend to earlier documents of their row; leave out attention_mask to keep the documents apart"
+        "position_ids restart within a row, but an attention_mask of ones was passed too, so transformers lets tokens "
+        "attend to earlier documents of their row; leave out attention_mask to keep the documents apart"
     )
     return True
 
@@ -154,7 +154,7 @@ def cuttable_layers(
 
 
 def _take_masks_and_attention() -> None:
-    """Let transformers call this module for masks and attention. Outside of chunks it calls the stock functions."""
+    """Make transformers call this module for masks and attention. Outside of chunks it calls the stock functions."""
     for name in _CUT_ATTENTION:
         replace_mask(name, _make_mask)
     replace_attention("sdpa", _attend)
@@ -320,7 +320,7 @@ def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs
     if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
         raise ValueError(
             "ranks.per_row needs a mask in which a token sees all earlier tokens, or the earlier tokens of a window or "
-            "its document, but the mask of this model has another form; leave ranks.per_row out"
+            "its document, but the mask of this model has an unsupported shape; leave ranks.per_row out"
         )
     pattern = replace(pattern, documents=rows.documents)
     length = rows.pieces.length
@@ -531,7 +531,7 @@ class LayerCall:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (length, length):
             if tokens.start == 0 and tokens.stop == length:
                 return self._cut(mask, tokens)
-            raise NotCuttableError("has a mask of another form")
+            raise NotCuttableError("has a mask of unsupported shape")
         if mask.shape[0] == rows:
             mask = mask[tokens.first_row : tokens.last_row]
         return mask[:, :, tokens.start : tokens.stop, : tokens.stop]
@@ -561,7 +561,7 @@ def _only_dim(tensor: Tensor, size: int, *, preferred: int, before: int | None =
     """Return the dimension of a tensor with ``size`` elements, or None. Dimensions from ``before`` on are ignored."""
     dims = [dim for dim, of_dim in enumerate(tensor.shape[:before]) if of_dim == size]
     if len(dims) > 1 and preferred not in dims:
-        raise NotCuttableError("has an input whose dimensions are not clear")
+        raise NotCuttableError("has an input with ambiguous dimensions")
     return None if not dims else preferred if preferred in dims else dims[0]
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs."""
 _MOST_GRAPHS = 64
-"""Maximum number of graphs for a kind of layer: with or without a window, training or not, lengths, frozen or not."""
+"""Maximum number of graphs for a kind of layer. Graphs depend on windows, training, lengths and frozen weights."""
 
 
 def check_compiling(config: OffloadConfig, device: torch.device, plugin: TorchDynamoPlugin) -> None:

@@ -136,7 +136,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _extents(file: Path) -> dict[str, tuple[int, int]]:
-    """Return a dict from tensor name to its range of bytes in a file. A file of another format than safetensors counts
+    """Return a dict from tensor name to its range of bytes in a file. A file in a format other than safetensors counts
     as one tensor."""
     size = file.stat().st_size
     if file.suffix == ".safetensors":

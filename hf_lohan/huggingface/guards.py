@@ -153,7 +153,7 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         "model generates": getattr(args, "use_vllm", False),
         "use_transformers_continuous_batching=True casts the whole model, whose weights are in the store; leave it off "
         "under offload": getattr(args, "use_transformers_continuous_batching", False),
-        "cast_lm_head_to_fp32=True gives the head another dtype than other blocks; leave it off under offload, or "
+        "cast_lm_head_to_fp32=True gives the head a different dtype from other blocks; leave it off under offload, or "
         "train in float32 with bf16=False": getattr(args, "cast_lm_head_to_fp32", False),
         f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
             device_map
@@ -191,7 +191,7 @@ def check_runs_together(trainer: Trainer) -> None:
     """Raise ValueError if micro-batches that run together would draw different random numbers."""
     if trainer.args.neftune_noise_alpha is not None:
         raise ValueError(
-            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order; set "
+            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in a different order; set "
             "vertical_micro_batches to false or auto, or leave neftune_noise_alpha out"
         )
     check_together(trainer.model)

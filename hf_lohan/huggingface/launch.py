@@ -135,7 +135,7 @@ def _complete_options(options: Namespace) -> dict[str, str]:
             f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
             "start one process for each GPU, or give --cpu to train on the CPU"
         )
-    vars(options).update(cpu=False, multi_gpu=True)  # makes torchrun start the processes, also on CPUs
+    vars(options).update(cpu=False, multi_gpu=True)  # makes torchrun start the processes, even on CPUs
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
         options.main_process_port = 0  # any free port, because two runs on one machine must not share a port
     variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}

@@ -96,7 +96,7 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
 
 
 def use_store(engine: OffloadEngine, model: Any) -> None:
-    """Let the methods of a model use the weights and gradients of the engine, or raise errors."""
+    """Make the methods of a model use the weights and gradients of the engine, or raise errors."""
     _save_from_store(engine, model)
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():

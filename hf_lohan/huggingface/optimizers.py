@@ -146,7 +146,7 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose an optimizer by the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
+    """Choose an optimizer from the first that names one: ``given`` (`optimizer_cls_and_kwargs`), ``config``, ``args``.
     ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
@@ -256,7 +256,7 @@ def _defaults_by_rule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Let ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
+    """Make ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
     optimizer.state = taken.state  # Adagrad allocates states when it is created
@@ -264,8 +264,8 @@ def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """Warn of frozen weights in an optimizer, because the caller may want to train them later. With adapters there is
-    no warning, because the base stays frozen."""
+    """Warn about frozen weights in an optimizer, because the caller may want to train them later. With adapters there
+    is no warning, because the base stays frozen."""
     if has_adapters(engine.model):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -65,9 +65,9 @@ def num_restarts() -> int:
 
 
 def separate_attempts() -> None:
-    """Let a restarted attempt connect only its own processes. The launcher's key-value store still has the addresses of
-    the failed attempt's processes, and torch would connect to these. Without a store of the launcher nothing is done:
-    each attempt has its own store, and machines that join later do not know the number of attempts."""
+    """Make a restarted attempt connect only its own processes. The launcher's key-value store still has the addresses
+    of the failed attempt's processes, and torch would connect to these. Without a store of the launcher nothing is
+    done: each attempt has its own store, and machines that join later do not know the number of attempts."""
     if num_restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
         prefix_rendezvous(f"attempt/{num_restarts()}")
 
@@ -106,8 +106,8 @@ def links_to_other_ranks() -> Links:
 
 class StepTimeouts:
     """Sets the timeout for silent ranks, for the links and for torch's collectives. A number in the settings applies
-    after the first plan, because ranks measure the hardware in turn before it. `auto` follows the slowest step so
-    far."""
+    after the first plan, because ranks measure the hardware one after another before it. `auto` follows the slowest
+    step so far."""
 
     def __init__(self, links: Links, settings: RankSettings) -> None:
         self._links = links
@@ -286,10 +286,10 @@ _STOCK_GENERATE = "_lohan_stock_generate"
 
 
 def generate_together(model: Any, links: Links, is_closed: Callable[[], bool]) -> None:
-    """Let all ranks begin `generate` together, because they load the blocks of a forward together. If torch connects
-    the ranks, a rank with complete sequences continues until all ranks are complete. Otherwise it only serves
-    its weights to the others. `generate` raises RanksDisagreeError if another rank makes another call. If
-    ``is_closed()`` is true, nothing changes."""
+    """Make all ranks begin `generate` together, because they load the blocks of a forward together. If torch connects
+    the ranks, a rank with complete sequences continues until all ranks are complete. Otherwise it only serves its
+    weights to the others. `generate` raises RanksDisagreeError if another rank makes another call. If ``is_closed()``
+    is true, nothing changes."""
     for module in model.modules() if links.ranks.others else ():
         if isinstance(module, GenerationMixin):
             vars(module).setdefault(_STOCK_GENERATE, vars(module).get("generate"))

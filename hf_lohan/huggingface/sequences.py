@@ -122,7 +122,7 @@ def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
-        if not computes_a_part():  # a plan traces a forward of whole rows
+        if not computes_a_part():  # planning traces a forward of whole rows
             return stock(*args, **kwargs)
         if kwargs.get("shift_labels") is not targets:
             raise _foreign_loss(base)
@@ -163,7 +163,7 @@ def check_model_of_rows(model: nn.Module) -> None:
     elif (kind := _rope_by_length(config.to_dict() if config is not None else {})) is not None:
         problem = f"has rotary embeddings of type {kind!r}, which depend on the longest position of a forward"
     elif any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules()):
-        problem = "has dropout, which draws other random numbers on each rank; set its probability to 0"
+        problem = "has dropout, which draws different random numbers on each rank; set its probability to 0"
     if problem is not None:
         raise ValueError(f"ranks.per_row cannot divide the rows of {name}, because it {problem}; leave it out")
 
@@ -178,18 +178,18 @@ def _rope_by_length(config: Any) -> str | None:
 
 
 def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
-    """Raise ValueError for settings of a Trainer with which ranks that share rows would compute other results."""
+    """Raise ValueError if a Trainer's settings would change the results of ranks that share rows."""
     args = trainer.args
     reads_on_rank_0 = isinstance(trainer.train_dataset, IterableDataset) and (
         args.accelerator_config.dispatch_batches is not False
     )
     refused = {
-        "average_tokens_across_devices=False, with which ranks divide by their own tokens; set it to True": (
+        "average_tokens_across_devices=False, because ranks divide by their own tokens; set it to True": (
             not args.average_tokens_across_devices
         ),
         "label_smoothing_factor, which smooths unshifted labels; leave it out": args.label_smoothing_factor,
         "compute_loss_func, which does not get the shifted labels; leave it out": trainer.compute_loss_func is not None,
-        "neftune_noise_alpha, which draws other noise on each rank; leave it out": (
+        "neftune_noise_alpha, which draws different noise on each rank; leave it out": (
             args.neftune_noise_alpha is not None
         ),
         "a model whose loss takes no num_items_in_batch; leave ranks.per_row out": (
@@ -198,7 +198,7 @@ def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
         "an IterableDataset that rank 0 reads for all; set dispatch_batches to False in accelerator_config": (
             reads_on_rank_0
         ),
-        "split_batches=True, which gives each rank other rows of a batch; leave it out of accelerator_config": (
+        "split_batches=True, which gives each rank different rows of a batch; leave it out of accelerator_config": (
             args.accelerator_config.split_batches
         ),
     }

@@ -244,7 +244,7 @@ class JointForward:
 
         Micro-batches switch after a layer and not before it, because before transformers 5.23 hooks run within the
         layer's checkpoint. If they switched before a layer, the checkpoint would save the random generator's state, and
-        then other micro-batches would draw from the generator. The recomputation would get other random numbers.
+        then other micro-batches would draw from the generator. The recomputation would get different random numbers.
         """
         if not torch.is_grad_enabled():
             return output  # without a backward, the order does not matter

@@ -219,7 +219,7 @@ class Block:
     @property
     def fetched_numel(self) -> int:
         """Size of the records that a pass reads, one after the other: `param`, `scales`, `codes`. It is in elements of
-        the working dtype, also for bytes of packed weights. Without packed weights it is `numel`."""
+        the working dtype, even for bytes of packed weights. Without packed weights it is `numel`."""
         return sum(self._fetched_sizes.values())
 
     @property

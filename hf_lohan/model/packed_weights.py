@@ -34,7 +34,7 @@ def packed_forms(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
     """Return a dict from each packed parameter of `model` to its form. It is empty if `quantization` packs nothing.
-    Raises ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
+    Raises ValueError if no weight can be packed, or if an expert is not a whole number of blocks."""
     if not quantization.packs:
         return {}
     if quantization.weights:
@@ -139,7 +139,7 @@ def _form_of(quantization: Quantization, shape: torch.Size, *, is_transposed: bo
 def _forms_of_checkpoint(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
-    """Return the forms that the checkpoint has of frozen parameters in the layers. All others are dense."""
+    """Return the packed forms in which the checkpoint has frozen parameters of the layers. All others are dense."""
     matrices = dict(quantization.weights)
     return {
         parameter: EncodedForm.of(quantization.method, matrices[plain_name])

@@ -57,14 +57,14 @@ class AdamWGroup:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """Return the present hyperparameters of a param group of AdamW."""
+        """Return the current hyperparameters of a param group of AdamW."""
         beta1, beta2 = group["betas"]
         settings = float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
         return cls(*settings, rounding_seed=group.get(SEED_KEY, 0))
 
     @classmethod
     def from_adam_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """Return the present hyperparameters of a param group of Adam. `decoupled_weight_decay` makes it AdamW."""
+        """Return the current hyperparameters of a param group of Adam. `decoupled_weight_decay` makes it AdamW."""
         return replace(cls.from_group(group), decays_weights=bool(group.get("decoupled_weight_decay")))
 
 

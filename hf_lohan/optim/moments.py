@@ -1,7 +1,7 @@
 """AdamW's moments in fewer bytes than float32. Codecs encode `exp_avg` and `exp_avg_sq` to records and decode them.
 
-Both codecs round stochastically, so the result is right on average. Rounding to the nearest value would be wrong. With
-beta2 = 0.999, `exp_avg_sq` changes by less than half the distance of two codes, so it would never decay. (The nearest
+Both codecs round stochastically, so the result is unbiased. Rounding to the nearest value would be wrong. With beta2 =
+0.999, `exp_avg_sq` changes by less than half the distance between two codes, so it would never decay. (The nearest
 value would do for `exp_avg` with beta1 = 0.9, but not for every beta1.)
 
 Records of zeros, as in a new store, are moments of zero.
@@ -70,7 +70,7 @@ class BFloat16Moments:
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
     """Round float32 ``values`` [numel] stochastically to bfloat16. ``noise`` is int32, uniform in [0, 65536). The
-    result is right on average over the noise. A bfloat16 value stays as it is. Overwrites ``values``."""
+    result is unbiased over the noise. A bfloat16 value is unchanged. Overwrites ``values``."""
     # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
     values.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=-float("inf"))
     rounded.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))

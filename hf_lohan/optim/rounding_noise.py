@@ -46,7 +46,7 @@ def hashed_integers(key: str, first: int, numel: int, scratch: Tensor) -> Tensor
 
 
 def _shift_right(values: Tensor, num_bits: int, out: Tensor) -> Tensor:
-    """Shift in zeros, also for negative numbers."""
+    """Shift in zeros, even for negative numbers."""
     return torch.bitwise_right_shift(values, num_bits, out=out).bitwise_and_((1 << (32 - num_bits)) - 1)
 
 

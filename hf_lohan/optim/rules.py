@@ -1,7 +1,7 @@
 """Update rules. A rule defines an optimizer's states for each parameter, and its step on a float32 chunk.
 
 Each rule calls torch's function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim` does on
-a CPU, or the fused kernel (Adam and AdamW), so that results equal torch's to the bit.
+a CPU, or the fused kernel (Adam and AdamW), so that results are bitwise equal to torch's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class UpdateRule:
         return cls(match[1], tuple(kind for kind in match[2].split(", ") if kind))
 
     def settings_of(self, group: Mapping[str, Any]) -> Hashable:
-        """Return the present hyperparameters of a param group. Raises ValueError for a group of another optimizer, and
+        """Return the current hyperparameters of a param group. Raises ValueError for a group of another optimizer, and
         for hyperparameters that need a state without a record."""
         name = group.get(RULE_KEY, ADAMW.name)
         if name != self.name:

@@ -27,7 +27,7 @@ class ChunkChoice:
     batch_size: int
     sequence_length: int
     room_bytes: int
-    """Room on the device beside the slots."""
+    """Room on the device that the slots leave."""
     profile_of: Callable[[int | None], ModelProfile]
     """Returns the model's profile for a number of tokens in a chunk, or with None for whole layers."""
     plan_of: Callable[[int | None], OffloadPlan]

@@ -77,7 +77,7 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
 
 
 def coded_bytes_within(block: Block, within: WithinCodec) -> int:
-    """Return the bytes of the payload in which the block goes to devices; 0 if the block is sent unchanged."""
+    """Return the bytes of the payload in which the block is sent to devices; 0 if the block is sent unchanged."""
     return 0 if within == "exact" or block.packed_slices else WEIGHT_FORMAT.payload_bytes(block.numel)
 
 

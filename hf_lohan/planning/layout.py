@@ -1,5 +1,5 @@
-"""Lays out a model's blocks, records, pools and copies in RAM by a configuration, before any byte moves and any batch
-is known."""
+"""Lays out a model's blocks, records, pools and copies in RAM according to a configuration, before any batch is
+known."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _SHARED_BLOCKS = 2
 _ACTIVATION_SHARE = 4
 """Without a plan, 1 / `_ACTIVATION_SHARE` of `cpu_memory` is for swapped activations."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
-"""Other shares of the RAM beside the pools that a plan may choose for activations."""
+"""Other shares that a plan may choose for activations, of the RAM that the pools leave."""
 _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 _LOGITS_SHARE = 16
 """Logits are computed in chunks if they take more than 1 / `_LOGITS_SHARE` of `gpu_memory` in float32."""
@@ -103,7 +103,7 @@ class OffloadLayout(StoredForm):
     records_of_a_step: tuple[RecordTraffic, ...] = ()
     """All records that may have a copy in RAM; empty if the configuration forbids copies."""
     record_bytes: int = 0
-    """RAM that these copies may take: the rest beside pools and activations."""
+    """RAM that these copies may take, which is what pools and activations leave."""
     activation_bytes: int = 0
     is_split: bool = False
     """Whether `activation_bytes` is final. Before that it is a guess."""
@@ -185,16 +185,16 @@ class OffloadLayout(StoredForm):
         return shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
-        """Return the ways to compare: ``ways``, or by default all ways that the configuration allows. One node has only
-        one way."""
+        """Return the ways to compare: ``ways``, or by default all ways that the configuration allows. With one node
+        there is only one way."""
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
-        """Return whether the RAM beside the pools is enough for this way to exchange weights and gradients."""
+        """Return whether the RAM that the pools leave is enough for this way to exchange weights and gradients."""
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """Return the bytes of RAM that this way needs beside the reserved bytes."""
+        """Return the bytes of RAM that this way needs besides the reserved bytes."""
         copy_bytes = kept_bytes(self.common_blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.common_blocks, self.ranks, way) - self.weight_message_bytes)
 
@@ -208,8 +208,8 @@ class OffloadLayout(StoredForm):
             needed_bytes = min(map(self._ram_bytes_of, self.open_ways))
             raise BudgetError(
                 f"cpu_memory leaves {format_bytes(self.record_bytes + self.activation_bytes)} beside the buffers, and "
-                f"the copy of all weights that collectives keeps in each node takes {format_bytes(needed_bytes)}; "
-                "raise cpu_memory, or set backward of collectives to ssd or auto"
+                "the copy of all weights in each node, which ranks.collectives asks for, takes "
+                f"{format_bytes(needed_bytes)}; raise cpu_memory, or set backward of collectives to ssd or auto"
             )
         return replace(self.with_collectives(way), is_split=True)
 
@@ -418,10 +418,10 @@ def lay_out(
     ranks: Ranks = SINGLE_RANK,
     owners: Mapping[str, int] | None = None,
 ) -> OffloadLayout:
-    """Lay out `model` (real or on meta) for training. `working_dtype`, `rules`: see
-    `discover_blocks`. The configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's
-    gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
-    records. `owners`: see `assign_shards`. Raises DiscoveryError, BudgetError, ValueError for untrainable dtypes."""
+    """Lay out `model` (real or on meta) for training. `working_dtype`, `rules`: see `discover_blocks`. The
+    configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's gradients of several
+    backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's records. `owners`: see
+    `assign_shards`. Raises DiscoveryError, BudgetError, or ValueError for untrainable dtypes."""
     if config.switches.solver == "migration" and ranks.num_ranks > 1:
         raise ValueError(
             f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
@@ -531,8 +531,8 @@ def streams_experts(model: nn.Module, form: StoredForm, config: ResolvedConfig, 
 
 def _lacks_experts(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} has no experts that can be loaded one by one: fused tensors without adapters, which "
-        "transformers calls through its registry of implementations"
+        f"{type(model).__name__} has no experts that can be loaded one by one (fused tensors without adapters, which "
+        "transformers computes with its registry of implementations)"
     )
 
 
@@ -551,14 +551,14 @@ def _check_expert_parallel(model: nn.Module, has_experts: bool, config: Resolved
             )
     if asked == "node" and ranks.num_nodes > 1:
         raise ValueError(
-            f"experts.parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank of all "
-            "nodes, and tokens of all others must reach this rank; set experts.parallel to world"
+            f"experts.parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank among "
+            "all nodes, and all other ranks send their tokens to it; set experts.parallel to world"
         )
     if asked == "none" and config.experts.load == "streamed" and ranks.num_ranks > 1:
         raise ValueError(
-            f"experts: streamed is set with {ranks.num_ranks} ranks and experts.parallel: none, but streamed experts "
-            "belong to one rank each, so that tokens must go to them; set experts.parallel to auto or world, or "
-            "experts to with_layer"
+            f"experts: streamed is set with {ranks.num_ranks} ranks and experts.parallel: none, but each streamed "
+            "expert belongs to one rank, so that tokens must be sent to that rank; set experts.parallel to auto or "
+            "world, or experts to with_layer"
         )
 
 

@@ -115,7 +115,7 @@ def read_lengths(path: str | Path) -> list[int]:
 
 
 _CLASS_FACTOR = 1.25
-"""Batches whose lengths differ by at most this factor have one class. A run plans anew for longer batches, too."""
+"""Batches whose lengths differ by at most this factor have one class. A run plans again for longer batches, too."""
 _MOST_CLASSES = 24
 """Largest number of classes. The last one also has all shorter batches."""
 
@@ -210,7 +210,7 @@ def plan_epoch(
 
 
 def _longest_of_each(lengths: Sequence[int], number: int) -> list[int]:
-    """Return the longest length of each group of ``number`` lengths in turn."""
+    """Return the longest length of each group of ``number`` consecutive lengths."""
     return [max(lengths[start : start + number]) for start in range(0, len(lengths), number)]
 
 

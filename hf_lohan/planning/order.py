@@ -55,7 +55,7 @@ class MicroBatches:
 
 def why_not_together(model: Any) -> str | None:
     """Return why the model's micro-batches do not run together by default; None if they may. A forward that draws
-    random numbers would draw them in another order. Unknown code may keep state from one micro-batch to the next."""
+    random numbers would draw them in another order. Unknown code may keep state between micro-batches."""
     drawn = random_numbers_of(model)
     if drawn is not None:
         return f"the model draws random numbers ({drawn}), which would change"
@@ -117,14 +117,14 @@ def check_same_layers(model: Any) -> None:
 
 
 def check_together(model: Any) -> None:
-    """Raise ValueError for a model whose micro-batches may pass different layers, or would draw other random numbers
-    together than one after the other."""
+    """Raise ValueError for a model whose micro-batches may pass different layers, or would draw different random
+    numbers together than one after the other."""
     check_same_layers(model)
     drawn = random_numbers_of(model)
     if drawn is not None:
         raise ValueError(
-            f"vertical_micro_batches: true would draw the model's random numbers ({drawn}) in another order than one "
-            "micro-batch after the other; set vertical_micro_batches to false or auto, or "
+            f"vertical_micro_batches: true would draw the model's random numbers ({drawn}) in a different order than "
+            "one micro-batch after the other; set vertical_micro_batches to false or auto, or "
             f"{drawn.partition('=')[0]} to 0"
         )
 

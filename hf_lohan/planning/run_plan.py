@@ -63,7 +63,7 @@ NUM_STEPS_TIMED = 2
 NUM_STEPS_TRIED = 3
 """Number of timed steps of a plan on trial. The step before these is not timed."""
 _WORTH_TRYING = 0.97
-"""Another plan is tried if its step takes less than this share of the present plan's step."""
+"""Another plan is tried if its step takes less than this share of the current plan's step."""
 _WORTH_MEASURING_S = 60.0
 """Measuring hardware well takes a few seconds. For a run that is shorter than this, hardware is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
@@ -166,7 +166,7 @@ class RunPlan:
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
         """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
-        after this commit, it decides the same number again. Returns whether the present plan is for other chunks."""
+        after this commit, it decides the same number again. Returns whether the current plan is for other chunks."""
         self._run_id = facts.get(RUN_ID)
         self._fused_before = facts.get(FUSED, "unknown")
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
@@ -183,7 +183,7 @@ class RunPlan:
             return bool(before != planned)
         if before != (setting or None):
             logger.warning(
-                "this run has chunks.layers: %s and continues a run with %s, so it adds sums in another order from "
+                "this run has chunks.layers: %s and continues a run with %s, so it adds sums in a different order from "
                 "here on; for the same bits set chunks.layers to auto",
                 str(setting).lower(),
                 "whole layers" if before is None else f"chunks of {before} tokens",
@@ -209,8 +209,8 @@ class RunPlan:
         self._of_longer = None
         if self.first is None and self._fused_before not in ("unknown", self.fused):
             logger.warning(
-                "this run continues a run %s compiled layers, so its sums have other last bits from here on; for the "
-                "same bits set torch_compile as before",
+                "this run continues a run %s compiled layers, so the last bits of its sums differ from here on; for "
+                "the same bits set torch_compile as before",
                 "with" if self._fused_before else "without",
             )
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
@@ -237,7 +237,7 @@ class RunPlan:
         self._announce("planned")
         if unreached := _layers_without_text(self.now.profile):
             logger.info(
-                "the plan counts text alone: it has neither time nor memory for the %d layers that other inputs reach "
+                "the plan counts only text: it has neither time nor memory for the %d layers that other inputs reach "
                 "(such as %s), whose activations are recomputed",
                 len(unreached),
                 unreached[0],
@@ -264,7 +264,7 @@ class RunPlan:
             also = ", and leave ranks.per_row out" if self._config.ranks.per_row > 1 else ""
             return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
         if self._config.ranks.per_row > 1:
-            return "ranks.per_row shares RAM by the plan, but this step cannot be planned: {}; leave it out"
+            return "ranks.per_row shares RAM according to the plan, but this step cannot be planned: {}; leave it out"
         return None
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
@@ -349,7 +349,7 @@ class RunPlan:
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
-            logger.warning("%s: %s", what if now is None else "the old plan stays, as the new batch has none", error)
+            logger.warning("%s: %s", what if now is None else "the old plan stays: the new batch has none", error)
             return None
 
     def step_began(
@@ -536,14 +536,14 @@ def stock_fit(
     has_text_alone: bool = True,
 ) -> InMemoryFit:
     """Return whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError if
-    the model cannot be traced, or if it has layers for other inputs than text and not ``has_text_alone``."""
+    the model cannot be traced, or if it has layers for inputs other than text and not ``has_text_alone``."""
     with hooks_taken_off(model):
         traced = trace_blocks(
             model, batch_size=shape.batch_size, sequence_length=shape.sequence_length, device=device.torch_device
         )
     if not has_text_alone and (unreached := _layers_without_text(traced.profile)):
         raise ValueError(
-            f"a plan counts text alone, and batches may have inputs for {len(unreached)} further layers of "
+            f"a plan counts only text, and batches may have inputs for {len(unreached)} further layers of "
             f"{type(model).__name__} (such as {unreached[0]})"
         )
     return stock_training_fit(

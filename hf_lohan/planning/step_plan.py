@@ -126,7 +126,7 @@ def plan_step(
         return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
-    # If layers fit whole with micro-batches in turn, they stay whole for joint ones: chunks would change numbers.
+    # If layers fit whole with separate micro-batches, they stay whole with joint ones: chunks would change numbers.
     stays_whole = fits_whole and planner.chunk_tokens is None and config.chunks.layers == AUTO
     together = replace(
         planner,
@@ -153,7 +153,7 @@ def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none
 _FEW_TOKENS = 4
 """Every batch of ranks that share rows has at least this number of tokens in a row."""
 WORTH_RUNNING_TOGETHER = 1.05
-"""Micro-batches run together if a step with them in turn takes more than this many times as long."""
+"""Micro-batches run together if a step with separate ones takes more than this many times as long."""
 TURN_S = 3e-4
 """Seconds of a switch from one micro-batch to the next at a layer, which no cost model counts."""
 

@@ -36,7 +36,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 
 class Packer:
-    """Packs one unit whose elements come in order, any number at a time."""
+    """Packs one unit. Its elements are passed in order, any number at a time."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Packer:
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> tuple[int, Tensor]:
-        """Pack the next elements, flat, in the working dtype. Return the codes of the blocks that are whole now, as
+        """Pack the next elements, flat, in the working dtype. Return the codes of the blocks that are now complete, as
         (first byte, codes)."""
         first_byte = (self.num_taken - self._rest.numel()) // self._codes_in_byte
         self.num_taken += values.numel()
@@ -94,8 +94,8 @@ class PackedForm(ABC):
     """How a parameter is packed. Each unit, such as an expert or the whole parameter, is packed by itself.
 
     A unit is `unit_codes_bytes` of codes in one record, and `unit_scales_bytes` of scales (and other data for decoding)
-    in another. Codes may be read, sent and decoded in any pieces that are cut at multiples of `cut_bytes`; scales are
-    needed whole. No method depends on where the bytes are stored.
+    in another. Codes may be read, sent and decoded in any pieces that are cut at multiples of `cut_bytes`; all scales
+    are needed. No method depends on where the bytes are stored.
     """
 
     unit_numel: int
@@ -172,12 +172,12 @@ class PackedForm(ABC):
 
     @abstractmethod
     def _elements_of_unit(self, first: int, last: int) -> tuple[int, int]:
-        """As `elements`, for bytes within a unit."""
+        """Same as `elements`, for bytes within a unit."""
 
     @abstractmethod
     def _bytes_of_unit(self, first: int, last: int) -> tuple[int, int]:
-        """As `bytes_of`, for elements within a unit."""
+        """Same as `bytes_of`, for elements within a unit."""
 
     @abstractmethod
     def _decode_unit_(self, out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor) -> None:
-        """As `decode_`, within a unit. ``origin`` is negative if ``out`` begins before the unit."""
+        """Same as `decode_`, within a unit. ``origin`` is negative if ``out`` begins before the unit."""

@@ -16,8 +16,8 @@ DIGEST_BYTES = 8
 
 
 def check_equal(what: str, find: Callable[[], NamedValues], links: Links, advice: str) -> None:
-    """Raise RanksDisagreeError if ``find`` returns other values on another rank. All ranks call this together. ``what``
-    names all values in a few words, and ``advice`` says what to do about a difference."""
+    """Raise RanksDisagreeError if ``find`` returns different values on another rank. All ranks call this together.
+    ``what`` names all values in a few words, and ``advice`` says what to do about a difference."""
     if not links.ranks.others:
         return
     values = find()
@@ -45,7 +45,7 @@ def refuse_difference(what: str, values: NamedValues, links: Links, advice: str)
             first, other = by_rank[0].get(name, "missing"), theirs.get(name, "missing")
             if first != other:
                 raise RanksDisagreeError(f"{name} is {first} on rank 0 and {other} on rank {rank}; {advice}")
-    raise RanksDisagreeError(f"{what} have another order on one of the ranks; {advice}")
+    raise RanksDisagreeError(f"{what} have a different order on one of the ranks; {advice}")
 
 
 def _pack(values: NamedValues) -> bytes:

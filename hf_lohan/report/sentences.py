@@ -125,7 +125,7 @@ def _on_device_memory(last: Mapping[str, Any]) -> str:
     allocated, reserved, planned = (last.get(f"device_{name}_bytes") for name in _DEVICE_MEMORY)
     if not isinstance(allocated, int) or not isinstance(reserved, int):
         return ""
-    against = f"; the plan counted on {format_bytes(planned)}" if isinstance(planned, int) else ""
+    against = f"; the plan expected {format_bytes(planned)}" if isinstance(planned, int) else ""
     return (
         f" On the device, tensors had at most {format_bytes(allocated)}, and the allocator reserved "
         f"{format_bytes(reserved)} for them{against}."

@@ -63,7 +63,7 @@ class Commit:
     log_crc32: int = 0
     """CRC of this range. Unlike a hash, a CRC can be extended by later lines."""
     is_torn: bool = False
-    """Whether records are being changed in place, so that the store contains no whole step."""
+    """Whether records are being changed in place, so that the store contains no complete step."""
     model_folder: str = ""
     """Folder of the model files, relative to the store's first directory."""
     model_files: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Comm
         if not isinstance(value, kind) or (kind is int and value < 0):
             raise ValueError(f"{name} is {value!r}")
     if any(os.path.isabs(name) or ".." in name.split("/") for name in (head["model_folder"], *head["model_files"])):
-        raise ValueError("a model file lies outside the store")
+        raise ValueError("a model file is outside the store")
     journal = {
         name.removeprefix(_JOURNAL): array.tobytes() for name, array in arrays.items() if name.startswith(_JOURNAL)
     }

@@ -132,7 +132,7 @@ class Manifest:
             )
 
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
-        """Raise `ForeignStoreError` if the store belongs to another model than ``model``."""
+        """Raise `ForeignStoreError` if the store belongs to a model other than ``model``."""
         if self.model.fingerprint != model.fingerprint:
             ours, theirs = model.optimizer_state_dtype, self.model.optimizer_state_dtype
             is_alike = (self.model.model_class, self.model.num_parameters) == (model.model_class, model.num_parameters)

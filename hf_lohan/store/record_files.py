@@ -354,8 +354,8 @@ class RecordFiles:
     def sync(self) -> None:
         """Wait until every write that has started is on the drive.
 
-        Raises `CapacityError` or `StorageError`, also if a request in progress fails. The error of an earlier request
-        is raised only in the thread that waits for it.
+        Raises `CapacityError` or `StorageError`, including when a request in progress fails. The error of an earlier
+        request is raised only in the thread that waits for it.
         """
         self._requests.wait()
         for home in self._homes:

@@ -121,7 +121,7 @@ class ResidentCopy:
         return fill
 
     def commit(self) -> None:
-        """Note that all bytes written so far are committed."""
+        """Record that all bytes written so far are committed."""
         with self._lock:
             self._is_draft[:] = False
 

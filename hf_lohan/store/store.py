@@ -143,7 +143,7 @@ class Store(RecordFiles):
         Raises ValueError or `StorageError` if a path cannot be used or the store is missing or damaged. Raises
         `CapacityError` if the store exceeds a capacity in ``paths``, `ForeignStoreError` for another model or other
         records, `StoreInUseError` if it is locked, and `TornStoreError` if it is torn. A caller with ``allow_torn``
-        writes all records anew.
+        writes all records again.
         """
         validate_directories(paths, is_read_only=is_read_only)
         assemble(paths)  # first, because the lock creates a file
@@ -297,7 +297,7 @@ class Store(RecordFiles):
         return self.versions.has_drafts
 
     def clear_records(self) -> None:
-        """Let every record read as zeros until it is written. The last commit stays valid until the next one, unless a
+        """Make every record read as zeros until it is written. The last commit stays valid until the next one, unless a
         write overwrites a committed record that has one home."""
         self.wait_until_idle()
         self.versions.clear()

@@ -125,7 +125,7 @@ class Versions:
             return bool((self._is_in_place(part) & (self._committed_checksum[part] != checksums)).any())
 
     def mark_torn(self) -> None:
-        """Note that committed bytes are about to change."""
+        """Record that committed bytes are about to change."""
         self.is_torn = True
 
     def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
@@ -139,7 +139,7 @@ class Versions:
         return _runs(np.where(to_second, _SECOND, _FIRST), first)
 
     def end_write(self, block: str, kind: str, first: int, targets: Sequence[HomeRun], checksums: Checksums) -> None:
-        """Note that the granules from ``first`` on are written to ``targets``."""
+        """Record that the granules from ``first`` on are written to ``targets``."""
         part = self._part(block, kind, first, first + len(checksums))
         with self._lock:
             for run in targets:
@@ -148,21 +148,21 @@ class Versions:
             self._is_in_flux[part] = False
 
     def begin_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """Note that granules [first, stop) are changed in RAM. They are in flux until `end_change`."""
+        """Record that granules [first, stop) are changed in RAM. They are in flux until `end_change`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
             self._is_in_flux[part] = True
 
     def end_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """Note that the granules are new, and only in RAM."""
+        """Record that the granules are new, and only in RAM."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self._live_home[part] = _RAM
             self._is_in_flux[part] = False
 
     def clear(self) -> None:
-        """Let all records except frozen parts read as zeros until they are written. The committed versions stay. No
+        """Make all records except frozen parts read as zeros until they are written. The committed versions stay. No
         write may be in progress.
 
         Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other. A

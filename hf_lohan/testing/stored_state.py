@@ -1,4 +1,4 @@
-"""Reads the whole content of a store, to compare it to the bit."""
+"""Reads the whole content of a store, to compare it bit for bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs ranks as threads of one process, with the real `Links` over gloo, delays and faults.
 
 A rank's function gets the rank's `Links`. Delays before the operations of lanes are drawn from a seed, so ranks meet in
-another order with each seed. A fault happens at the n-th operation of a rank.
+a different order with each seed. A fault happens at the n-th operation of a rank.
 """
 
 from __future__ import annotations

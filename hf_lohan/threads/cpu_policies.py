@@ -65,8 +65,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return all freed memory once. Call this after work such as loading. The memory that it frees lies
-    between memory in use, where allocations of the next work do not fit."""
+    """Have glibc return all freed memory once. Call this after work such as loading. The freed memory is between memory
+    in use, in gaps that are too small for later allocations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

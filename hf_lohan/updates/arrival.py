@@ -88,7 +88,7 @@ class GradientArrivals:
             self._order.clear()
 
     def exclude(self, blocks: Collection[Block]) -> None:
-        """Note that the backward, if it is the step's last, reaches none of these blocks. Ranks publish gradients in
+        """Record that the backward, if it is the step's last, reaches none of these blocks. Ranks publish gradients in
         the order of their backwards, so that no gradient waits in a buffer until another rank publishes its gradient
         much later. Gradients of earlier backwards, to which this backward adds nothing, have this order too."""
         if blocks and self._context.is_final:
@@ -214,7 +214,7 @@ class GradientArrivals:
                 self._publish_held(chunk)
 
     def note_zero_gradient(self, part: ParamSlice) -> None:
-        """Note that a slice has a gradient of zero in the backward. See `GradientPipeline.note_passed`."""
+        """Record that a slice has a gradient of zero in the backward. See `GradientPipeline.note_passed`."""
         self._pipeline.note_passed(piece.chunk for piece in self._pieces[part])
 
     def abandon_backward(self) -> None:

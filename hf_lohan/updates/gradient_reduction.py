@@ -36,8 +36,8 @@ Apply = Callable[[ChunkGradient], object]
 
 class GradientReduction:
     """Averages gradients over all ranks. Chunks may arrive in any order. A gradient goes unchanged to the owner of its
-    chunk, and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the
-    sums of the same backwards in one process to the bit if the number of ranks is a power of two."""
+    chunk, and its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They are bitwise
+    equal to the sums of the same backwards in one process if the number of ranks is a power of two."""
 
     def __init__(
         self,

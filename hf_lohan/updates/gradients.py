@@ -204,7 +204,7 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class GradientNorms:
-    """Computes the same as `torch.nn.utils.get_total_norm`, to the bit if each parameter's gradient is in one piece. A
+    """Computes the same as `torch.nn.utils.get_total_norm`, bit for bit if each parameter's gradient is in one piece. A
     gradient is measured on the device when it is complete, or on the host after it was added to gradients of earlier
     backwards. Norms on the device stay there until the total is needed. One copy then brings all of them to the
     host."""

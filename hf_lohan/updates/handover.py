@@ -158,7 +158,7 @@ class Handover:
         return new, copied
 
     def note_written(self, new: NewParams) -> None:
-        """Note that the parameters are written to the store. This may come after the chunk's next update has begun."""
+        """Record that the store has the parameters. This may be called after the chunk's next update has begun."""
         with self._lock:
             chunks = self._new.get(new.chunk.block, {})
             if chunks.get(new.chunk) is new:

@@ -2,7 +2,7 @@
 they will take these steps.
 
 A chunk catches up at its next update (`ChunkUpdater`), or in memory for a reader (`UpToDateRecords`). A late step gives
-the same bits, because it uses the hyperparameters and the step number of its own time.
+the same bits, because it uses the hyperparameters and the number of the original step.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class MissedSteps:
     def _note_settings(
         self, chunk: Chunk, by_name: dict[str, StepSettings], group_of: GroupOf, step_counts: StepCounts
     ) -> bool:
-        """Note a step's settings. Returns whether the parameters' step counts in this chunk equal those noted for
-        their parts in other chunks."""
+        """Record a step's settings. Returns whether the parameters' step counts in this chunk equal those of their
+        parts in other chunks."""
         for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
             number = step_counts[part] + 1
             if part.name not in by_name:
@@ -171,13 +171,13 @@ class MissedSteps:
         return {chunk.block for chunk in self._added or ()}
 
     def catch_up(self, chunk: Chunk) -> None:
-        """Note that the chunk's records have all missed steps, or will have them before anyone reads them."""
+        """Record that the chunk's records have all missed steps, or will have them before anyone reads them."""
         with self._lock:
             if chunk in self._applied:
                 self._caught_up[chunk] = self._applied.pop(chunk)
 
     def undo(self) -> None:
-        """Note that updates of the step in progress were undone."""
+        """Record that updates of the step in progress were undone."""
         with self._lock:
             self._applied.update(self._caught_up)
             self._caught_up.clear()
@@ -249,7 +249,7 @@ class MissedSteps:
                     self._applied.update(dict.fromkeys(self._chunks[block], self._now - behind))
 
     def forget_block(self, block: Block) -> None:
-        """Note that the block's records have all missed steps. No step may be in progress."""
+        """Record that the block's records have all missed steps. No step may be in progress."""
         with self._lock:
             for chunk in self._chunks.get(block, ()):
                 self._applied.pop(chunk, None)

@@ -26,8 +26,8 @@ class GradientPipeline:
 
     Without clipping, a step updates in backward. With clipping, gradients are held, and updates are deferred until the
     norm is known. Or updates run in backward as drafts, on the guess that nothing is clipped. If the guess is wrong,
-    the drafts are dropped, and the updates run again from the held gradients. Guesses need a store with drafts. Nobody
-    ever reads a guess, because a reader of a guessed block (a second backward, an evaluation) first undoes all guesses.
+    the drafts are dropped, and the updates run again from the held gradients. Guesses need a store with two homes. A
+    guess is never read: a reader of a guessed block (a second backward, an evaluation) first undoes all guesses.
     """
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
@@ -55,7 +55,7 @@ class GradientPipeline:
         self._thread.start(idle=self._worker.finish_pending)
 
     def _abort(self, error: BaseException) -> None:
-        """Wake everyone who waits for a buffer or a block, because the step cannot be finished."""
+        """Wake all threads that wait for a buffer or a block, because the step cannot be finished."""
         for pool in self._gradient_buffers:
             pool.abort(error)
         self._handover.abort(error)
@@ -96,8 +96,8 @@ class GradientPipeline:
             self._thread.submit(accept)
 
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
-        """Note that these chunks get a gradient of zero in a backward (experts without tokens). Chunks without another
-        gradient in this step are updated with zeros."""
+        """Record that these chunks get a gradient of zero in a backward (experts without tokens). Chunks without
+        another gradient in this step are updated with zeros."""
         self._passed.update(dict.fromkeys(chunks))
 
     def wait_for_ranks(self) -> AbstractContextManager[None]:
@@ -105,9 +105,9 @@ class GradientPipeline:
         return nullcontext() if self._exchange is None else self._exchange.waiting()
 
     def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
-        """Note that the step's last backward, which begins now, reaches none of these blocks. Returns their chunks that
-        have gradients of earlier backwards. The caller must call `publish_held` for these chunks, in the order in which
-        their gradients arrived."""
+        """Record that the step's last backward, which begins now, reaches none of these blocks. Returns their chunks
+        that have gradients of earlier backwards. The caller must call `publish_held` for these chunks, in the order in
+        which their gradients arrived."""
         shared = [] if self._exchange is None else self._exchange.shared_chunks
         chunks = [chunk for chunk in shared if chunk.block in blocks]
         without = [chunk for chunk in chunks if chunk not in self._announced]
@@ -123,7 +123,7 @@ class GradientPipeline:
         return [] if exchange is None else [chunk for chunk in self._announced - arrived if exchange.is_shared(chunk)]
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Give other ranks a gradient of earlier backwards, in `buffer` if they cannot read its present buffer."""
+        """Publish a gradient of earlier backwards, moved to `buffer` if other ranks cannot read its current buffer."""
         self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     @property
@@ -167,7 +167,7 @@ class GradientPipeline:
         return self._norms.with_gradient | _trained_in(self._passed)
 
     def announced(self) -> Set[ParamSlice]:
-        """Return the trained parameters of this rank's chunks with a gradient in the step, even a gradient of zero."""
+        """Return this rank's trained parameters that have a gradient in the step, including a gradient of zero."""
         return _trained_in((*self._announced, *self._passed))
 
     def first_not_finite(self) -> str | None:
@@ -235,7 +235,7 @@ class GradientPipeline:
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
         """Wait until the block's parameters of the last finished step can be read from the store. Parameters that are
-        not written yet are copied from their updates to `weights` [block.numel] on the device, after `free`."""
+        not written yet are copied to `weights` [block.numel] on the device, after `free`."""
         if block in self._guesses:
             self.undo_guesses()
         return self._handover.deliver(block, weights, free)
@@ -317,7 +317,7 @@ class RankGradientPipeline(GradientPipeline):
         self._is_agreed = False
         """Whether all ranks know the norms of the step in progress, and apply it."""
         self._passed_elsewhere: set[Chunk] = set()
-        """Chunks of other ranks' experts with a gradient of zero in a backward here. Their owners update them."""
+        """Chunks of other ranks' experts with a zero gradient in a backward on this rank. Their owners update them."""
         super().__init__(setup, exchange)
         exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
 

@@ -84,8 +84,8 @@ class RowGradient:
         return self.values[elements], RowsOfPiece(piece, self._ids[rows], self._width)
 
     def to_measure(self) -> Tensor:
-        """Return a vector with the norm of the whole gradient. On a CPU the norm is the same to the bit. The CPU adds
-        squares in several partial sums, and each value stays in its partial sum although zeros are left out."""
+        """Return a vector with the norm of the whole gradient. On a CPU the norm is bitwise equal. The CPU adds squares
+        in several partial sums, and each value stays in its partial sum although zeros are left out."""
         numel = self._num_rows * self._width
         is_even = self._width % _ADDED_LANES == 0 and numel % _ADDED_LANES == 0
         if is_even or self.values.device.type != "cpu" or not len(self._ids):

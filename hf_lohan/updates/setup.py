@@ -24,7 +24,7 @@ class UpdateSetup:
     slices: Sequence[ParamSlice]
     """All slices, in the model's order, in which torch adds norms."""
     group_of: GroupOf
-    """Returns the present hyperparameters of a parameter."""
+    """Returns the current hyperparameters of a parameter."""
     step_counts: StepCounts
     """Step counts of all `slices`. The worker's thread increases them."""
     schedule: Schedule

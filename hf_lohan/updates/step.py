@@ -36,7 +36,7 @@ class ClipHistory:
         """`always`: guess even if the norm clips often. Without it, the first step waits for its norm, and so does each
         step while more than `MOST_WRONG_GUESSES` of the last steps clipped."""
         self.way: ClipWay = "speculate" if always else way
-        """The planned way. `speculates` says whether the next step guesses."""
+        """How the plan clips. `speculates` says whether the next step guesses."""
         self._always = always
         self._may_guess = True
         self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
@@ -96,8 +96,8 @@ class StepResult:
 
 
 class StepTransaction:
-    """The step in progress, from its first gradient to the end of `finish_step`. It counts whole or not at all. Used by
-    the computing thread. An interrupt may end any method. `recover` then abandons the step."""
+    """The step in progress, from its first gradient to the end of `finish_step`. It counts completely or not at all.
+    Used by the computing thread. An interrupt may end any method. `recover` then abandons the step."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class StepTransaction:
         self._max_norm: float | None = None
         """The `max_norm` to which the step's gradients were clipped."""
         self.max_norm_before: float | None = None
-        """The `max_norm` of the step before."""
+        """The `max_norm` of the previous step."""
         self._has_taken_gradients = False
         """Whether the last step took the gradients, and zero_grad() was not called afterwards. Torch would still have
         these gradients."""
@@ -254,7 +254,7 @@ class StepTransaction:
         return result
 
     def _refuse_zeros(self, with_gradient: Set[ParamSlice]) -> None:
-        """Note the step's gradients. Raises ValueError if torch has a gradient of zeros for another parameter."""
+        """Record the step's gradients. Raises ValueError if torch has a gradient of zeros for another parameter."""
         self._since_none |= with_gradient
         missing = sorted(part.name for part in self._zeroed - with_gradient)
         if missing:
@@ -267,7 +267,7 @@ class StepTransaction:
     def recover(self) -> None:
         """Abandon the rest of the step if an exception ended a method."""
         if self._is_ending:
-            # The pipeline takes a step whole or not at all. It may have taken this step.
+            # The pipeline takes a step completely or not at all. It may have taken this step.
             self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True
@@ -412,11 +412,11 @@ class ParamGroups:
         return index, in_no_group
 
     def note_settings(self) -> None:
-        """Note the values for the updates of a backward that begins."""
+        """Record the values for the updates of a backward that begins."""
         self._at_backward = (self._taken[1], self._settings()) if self._optimizer is not None else None
 
     def at_step(self, *, has_updates: bool) -> GroupOf:
-        """Call `follow_optimizer`, and return a `group_of` with copies of the present values, because a scheduler may
+        """Call `follow_optimizer`, and return a `group_of` with copies of the current values, because a scheduler may
         change them before the last update has run. Raises ValueError if the step ``has_updates`` from backward with
         other values."""
         self._bound()
@@ -432,7 +432,7 @@ class ParamGroups:
         return lambda part: settings[_index_in(index, part), self._rules[part]]
 
     def values(self) -> dict[str, Any]:
-        """Return the present hyperparameters of all groups, as JSON values by name."""
+        """Return the current hyperparameters of all groups, as JSON values by name."""
         pairs = sorted(self._settings().items(), key=lambda pair: (pair[0][0], str(pair[0][1])))
         return {
             f"{name} of param group {number}": value
@@ -441,8 +441,8 @@ class ParamGroups:
         }
 
     def values_to_compare(self) -> dict[str, Any]:
-        """Return the `values`, and the values of the step before, because a loop may change values after the ranks have
-        compared them."""
+        """Return the `values`, and the values of the previous step, because a loop may change values after the ranks
+        have compared them."""
         return {**self.values(), **{f"{name} in the step before": value for name, value in self._at_step.items()}}
 
     def places(self) -> dict[str, str]:
@@ -454,7 +454,7 @@ class ParamGroups:
         return self._optimizer is not None
 
     def group_of(self, part: ParamSlice) -> Hashable:
-        """Return a parameter's present hyperparameters. Raises ValueError if it is in no group, and RuntimeError
+        """Return a parameter's current hyperparameters. Raises ValueError if it is in no group, and RuntimeError
         without an optimizer."""
         self._bound()
         groups, index = self._taken

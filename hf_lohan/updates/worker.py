@@ -156,7 +156,7 @@ class UpdateWorker:
 
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
         """Publish a gradient of earlier backwards, to which the last backward adds nothing. The gradient is moved to
-        `buffer` if other ranks cannot read its present buffer."""
+        `buffer` if other ranks cannot read its current buffer."""
         assert self._exchange is not None
         gradient = self._held.pop_into(chunk, buffer)
         self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
@@ -271,7 +271,7 @@ class Guess:
         return self._is_on
 
     def group_of(self, part: ParamSlice) -> Hashable:
-        """Return a parameter's present hyperparameters, and note them as guessed."""
+        """Return a parameter's current hyperparameters, and record them as guessed."""
         return self._groups.setdefault(part, self._present_group_of(part))
 
     def was_right(self, clip_coefficient: float, group_of: GroupOf) -> bool:

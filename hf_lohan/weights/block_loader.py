@@ -40,8 +40,8 @@ class WeightSource(Protocol):
 
 class BlockLoader:
     """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use. The
-    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always next. A block is
-    loaded ahead only into a slot whose present block is needed later than the new block, or not at all."""
+    thread chooses a load only when the load begins (`NextLoad`), so an urgent load is always next. A block is loaded
+    ahead only into a slot whose current block is needed later than the new block, or not at all."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class BlockLoader:
             self._next_load.end_load(load)
 
     def _note_arrival(self, block: Block) -> None:
-        """Note that the block's load is enqueued. The caller holds the lock."""
+        """Record that the block's load is enqueued. The caller holds the lock."""
 
 
 class LayerLoader(BlockLoader):

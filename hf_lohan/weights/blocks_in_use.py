@@ -26,7 +26,7 @@ class BlocksInUse:
         self._used = used
 
     def note_use(self, block: Block) -> None:
-        """Note that weights of a block are used."""
+        """Record that weights of a block are used."""
         self._used.add(block)
 
     def enter(self, block: Block, *, for_operation: bool = False) -> None:

@@ -41,7 +41,7 @@ class NextLoad(ABC):
         return bool(self.urgent)
 
     def end_load(self, load: SlotLoad) -> None:  # noqa: B027
-        """Note that the load was published or abandoned."""
+        """Record that the load was published or abandoned."""
 
 
 class NextLayer(NextLoad):
@@ -58,14 +58,14 @@ class NextLayer(NextLoad):
 
     def find_load(self) -> SlotLoad | None:
         for block in self.urgent:
-            slot = None if self._ring.is_here(block) else self._find_slot(block, place=-1)
+            slot = None if self._ring.is_here(block) else self._find_slot(block, position=-1)
             if slot is not None:
                 return SlotLoad(block, slot)
         due = self._schedule.next_load(self._ring.is_here)
         if due is None:
             return None
-        place, block = due
-        slot = self._find_slot(block, place)
+        position, block = due
+        slot = self._find_slot(block, position)
         return None if slot is None else SlotLoad(block, slot)
 
     def claim_slot(self, load: SlotLoad) -> None:
@@ -73,8 +73,8 @@ class NextLayer(NextLoad):
             self._schedule.note_displaced(load.slot.block)
         self._ring.claim(load.slot, load.block)
 
-    def _find_slot(self, block: Block, place: int) -> Slot | None:
-        """Return the slot whose block is needed last; None if all blocks are needed before ``place``. If several of
+    def _find_slot(self, block: Block, position: int) -> Slot | None:
+        """Return the slot whose block is needed last; None if all blocks are needed before ``position``. If several of
         the blocks are no longer needed in this pass, choose the block used longest ago. A backward ends with the first
         layers, which the next forward needs first, so recently used blocks are worth keeping."""
         slots = self._ring.slots[block.size_class]
@@ -82,7 +82,7 @@ class NextLayer(NextLoad):
         if not free:
             return None
         slot = max(free, key=self._when_needed)
-        return slot if self._when_needed(slot)[1] > place else None
+        return slot if self._when_needed(slot)[1] > position else None
 
     def _when_needed(self, slot: Slot) -> tuple[bool, int, int]:
         if slot.block is None:

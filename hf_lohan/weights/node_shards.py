@@ -236,7 +236,7 @@ class NodeShards:
         self._kept, self._changes, self.keeps = kept, changes, True
 
     def forget_kept(self) -> None:
-        """Forget which versions nodes keep, because one version was not whole. Shards are then sent whole."""
+        """Forget which versions nodes keep, because one version was incomplete. All shards are then sent in full."""
         self._versions.clear()
         self._sent.clear()
 

@@ -14,11 +14,11 @@ from hf_lohan.costs import SizeClass
 from hf_lohan.model import Block
 
 NEVER = 1 << 60
-"""A place after the end of every pass."""
+"""A position after the end of every pass."""
 
 
 class _PassOrder:
-    """The order of one kind of pass. A place is the index of a use. `loads` has the places in the order of loads."""
+    """The order of one kind of pass. A position is the index of a use. `loads` are positions in the order of loads."""
 
     def __init__(
         self,
@@ -30,34 +30,34 @@ class _PassOrder:
         """``followed_by``: uses of the next pass. Their loads may begin in this pass."""
         self.own_uses = list(own_uses)
         self.uses = [*own_uses, *followed_by]
-        self.places: dict[Block, list[int]] = defaultdict(list)
-        for place, block in enumerate(self.uses):
-            self.places[block].append(place)
+        self.positions: dict[Block, list[int]] = defaultdict(list)
+        for position, block in enumerate(self.uses):
+            self.positions[block].append(position)
         self.loads = self._order_loads(num_slots, max_ahead)
 
-    def next_use(self, block: Block, place: int) -> int:
-        """Return the place of the block's first use at ``place`` or later."""
-        places = self.places.get(block, ())
-        index = bisect_left(places, place)
-        return places[index] if index < len(places) else NEVER
+    def next_use(self, block: Block, position: int) -> int:
+        """Return the position of the block's first use at ``position`` or later."""
+        positions = self.positions.get(block, ())
+        index = bisect_left(positions, position)
+        return positions[index] if index < len(positions) else NEVER
 
     def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
-        """Return the places of all loads, in order. A load begins at most ``max_ahead`` uses ahead, as soon as the
+        """Return the positions of all loads, in order. A load begins at most ``max_ahead`` uses ahead, as soon as the
         block in a slot of its class is not needed before the new block. If several slots are possible, it overwrites
         the slot whose block is needed last (Belady's rule)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
         free_since: dict[SizeClass, int] = defaultdict(int)
-        for place, block in enumerate(self.uses):
+        for position, block in enumerate(self.uses):
             size_class, held = block.size_class, last_used[block.size_class]
             if block not in held:
                 if len(held) >= max(1, num_slots[size_class]):
                     since = free_since[size_class] = max(min(held.values()) + 1, free_since[size_class])
                     gone = [other for other, used in held.items() if used < since]
-                    del held[max(gone, key=lambda other: self.next_use(other, place))]
-                loads.append((max(free_since[size_class], place - max_ahead), place))
-            held[block] = place
-        return [place for _, place in sorted(loads)]
+                    del held[max(gone, key=lambda other: self.next_use(other, position))]
+                loads.append((max(free_since[size_class], position - max_ahead), position))
+            held[block] = position
+        return [position for _, position in sorted(loads)]
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class PassState:
     has_begun: bool = False
 
     def expect_backward(self) -> None:
-        """Note that the pass has a backward."""
+        """Record that the pass has a backward."""
         self.is_training = True
 
 
@@ -126,11 +126,11 @@ class PassSchedule(ABC, Generic[PassT]):
 
     @abstractmethod
     def use(self, block: Block) -> None:
-        """Note that compute needs the block now."""
+        """Record that compute needs the block now."""
 
     @abstractmethod
     def use_for_operation(self, block: Block) -> None:
-        """Note that a single operation needs the block now."""
+        """Record that a single operation needs the block now."""
 
     @abstractmethod
     def _expect_pass(self, *, is_training: bool) -> PassT: ...
@@ -146,12 +146,12 @@ class PassSchedule(ABC, Generic[PassT]):
 @dataclass(eq=False, kw_only=True)
 class _LayerPass(PassState):
     order: _PassOrder
-    place: int = 0
+    position: int = 0
     """Place of the next use."""
     num_loads: int = 0
     """Number of loads of the order that were made or skipped."""
     again: list[int] = field(default_factory=list)
-    """A heap of places whose blocks are loaded out of turn."""
+    """A heap of positions whose blocks are loaded out of turn."""
     used: list[Block] = field(default_factory=list)
     last_use: dict[Block, int] = field(default_factory=dict)
 
@@ -193,14 +193,14 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         now = self._now
         now.last_use[block] = len(now.used)
         now.used.append(block)
-        place = self.next_use(block)
-        if place < len(now.order.own_uses):
-            now.place = place + 1
+        position = self.next_use(block)
+        if position < len(now.order.own_uses):
+            now.position = position + 1
         else:
             self.num_unforeseen += 1
 
     def use_for_operation(self, block: Block) -> None:
-        """Note the use. Several operations in a row that read the same block are one use."""
+        """Record the use. Several operations in a row that read the same block are one use."""
         if self._now.used[-1:] != [block]:
             self.use(block)
 
@@ -219,36 +219,36 @@ class LoadSchedule(PassSchedule[_LayerPass]):
     def _resume_pass(self, resumed: _LayerPass) -> None:
         # Order the remaining loads of the pass again, because the evaluation used the slots.
         resumed.num_loads = len(resumed.order.loads)
-        resumed.again = list(range(resumed.place, len(resumed.order.uses)))
+        resumed.again = list(range(resumed.position, len(resumed.order.uses)))
 
     def _order_of(self, uses: Sequence[Block], *, is_training: bool) -> _PassOrder:
         followed_by = uses if self.carries_on and not is_training else ()
         return _PassOrder(uses, self._num_slots, self._max_ahead, followed_by)
 
     def next_use(self, block: Block) -> int:
-        """Return the place of the block's next use; `NEVER` if the pass does not need the block any more."""
-        return self._now.order.next_use(block, self._now.place)
+        """Return the position of the block's next use; `NEVER` if the pass does not need the block any more."""
+        return self._now.order.next_use(block, self._now.position)
 
     def last_use(self, block: Block) -> int:
-        """Return the place of the block's last use so far, or -1."""
+        """Return the position of the block's last use so far, or -1."""
         return self._now.last_use.get(block, -1)
 
     def note_displaced(self, block: Block) -> None:
-        """Note that the block was overwritten out of turn. If the pass needs the block again, it is loaded again."""
-        place = self.next_use(block)
-        if place != NEVER:
-            heapq.heappush(self._now.again, place)
+        """Record that the block was overwritten out of turn. If the pass needs the block again, it is loaded again."""
+        position = self.next_use(block)
+        if position != NEVER:
+            heapq.heappush(self._now.again, position)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> tuple[int, Block] | None:
-        """Return the place and the block of the next load; None if nothing is to be loaded now."""
+        """Return the position and the block of the next load; None if nothing is to be loaded now."""
         now = self._now
         uses, loads = now.order.uses, now.order.loads
-        while now.again and (now.again[0] < now.place or is_here(uses[now.again[0]])):
+        while now.again and (now.again[0] < now.position or is_here(uses[now.again[0]])):
             heapq.heappop(now.again)
         while now.num_loads < len(loads):
-            place = loads[now.num_loads]
-            if place >= now.place and not is_here(uses[place]):
+            position = loads[now.num_loads]
+            if position >= now.position and not is_here(uses[position]):
                 break
             now.num_loads += 1
-        places = now.again[:1] + loads[now.num_loads : now.num_loads + 1]
-        return (min(places), uses[min(places)]) if places else None
+        positions = now.again[:1] + loads[now.num_loads : now.num_loads + 1]
+        return (min(positions), uses[min(positions)]) if positions else None

@@ -5,13 +5,13 @@ Each node therefore reads each shard only once, and the ranks of one node send e
 each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
-block. A rank's head (its message in a round) has the block that it loads next. When each rank wants a block or waits
-for others, all ranks begin to load each block that some rank wants. The rank with the fewest loads is first. A rank
-keeps the blocks that it wanted itself, so ranks whose passes differ for a while (a batch without images, layers skipped
-at random, an evaluation of one rank) meet again by themselves. Heads also have the number of loads that are whole on a
+block. A rank's head (its message in a round) has the block that it loads next. When each rank requests a block or waits
+for others, all ranks begin to load each requested block. The rank with the fewest loads is first. A rank keeps the
+blocks that it requested itself, so ranks whose passes differ for a while (a batch without images, layers skipped at
+random, an evaluation of one rank) converge again by themselves. Heads also have the number of loads that are whole on a
 rank, and the number that it has copied. So all ranks choose the same place in shared memory for the next load.
 
-*Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the wants of
+*Periods.* `SlotRing.num_changes` counts the changes of weights. A period lies between two changes. Only the requests of
 the earliest period are served, so a rank that has stepped waits for the others. If a rank changes a block that another
 rank still reads, it tells the others, and the reader gets `StaleError`.
 """
@@ -52,7 +52,7 @@ _UNKNOWN = -1
 
 
 class StaleError(RanksDisagreeError):
-    """A rank has changed a block whose earlier weights another rank wants."""
+    """A rank has changed a block whose earlier weights another rank has requested."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Head:
     is_closed: int
     keeps_weights: int
     serves: int
-    """Whether the rank takes part in loads although it wants no block."""
+    """Whether the rank takes part in loads although it requests no block."""
     change: int
     """The change of weights before the period."""
     stale: tuple[tuple[int, int], ...] = ()
@@ -205,8 +205,8 @@ class SharedWeights(Rounds):
             self.raise_if_broken()
             period, version = self._changes.state_of(block)
             wanted = _Wanted(block, slot, on_delivered, period, version)
-            self.last_wish_s = time.monotonic()
-            # Another rank may have wanted the block a moment ago, and this rank has served it.
+            self.last_request_s = time.monotonic()
+            # Another rank may have requested the block a moment ago, and this rank has served it.
             coming = (load for load in self._loads if load.block is block and load.period == period)
             served = next((load for load in coming if load.ordered is None and not load.is_whole), None)
             if served is not None:
@@ -232,7 +232,7 @@ class SharedWeights(Rounds):
         self._links.fail(error)
 
     def close(self) -> None:
-        """Take part in no more loads. The files may be closed afterwards."""
+        """Leave all later loads. The files may be closed afterwards."""
         super().close()
         self._parts.close_lanes()
         self._filler.close()
@@ -261,7 +261,7 @@ class SharedWeights(Rounds):
             tuple(sorted(self._own_stale.items())),
         ).pack()
 
-    def news_of(self, head: bytes) -> bytes:
+    def urgent_part(self, head: bytes) -> bytes:
         # The number of copies matters only when the next load begins. Then other fields of the head have changed too.
         return head[_NUM_COPIED.size :]
 
@@ -325,8 +325,8 @@ class SharedWeights(Rounds):
                 )
 
     def _begin_wanted(self, told: Sequence[_Head]) -> list[tuple[_SharedLoad, bool]]:
-        """Begin the loads that some rank wants. All ranks begin the same loads. Loads of later periods wait. Returns
-        pairs of a load and whether an earlier load of its block still waits for shards."""
+        """Begin the loads that some rank has requested. All ranks begin the same loads. Loads of later periods wait.
+        Returns pairs of a load and whether an earlier load of its block still waits for shards."""
         begun: list[tuple[_SharedLoad, bool]] = []
         taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
         period = min((of_rank.period for of_rank in taking_part), default=0)
@@ -508,7 +508,7 @@ class SharedWeights(Rounds):
             self._note_stale(load, [self._ranks.rank])
 
     def _note_stale(self, load: _SharedLoad, ranks: Sequence[int]) -> None:
-        """Note that these ranks have sent shards of a later period, before this rank says that its memory is filled."""
+        """Record that these ranks have sent shards of a later period. Called before this rank reports filled memory."""
         with self.lock:
             for rank in ranks:
                 self._own_stale.setdefault(load.number, rank)

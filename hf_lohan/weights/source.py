@@ -262,7 +262,7 @@ class LocalWeights:
 
     def _wait_for_lane(self) -> None:
         """Wait until nothing uses the slot of the next load any more, because a drive does not wait for events. The
-        slot's last use is before the present end of H2D. Earlier loads end first, because compute may need them."""
+        slot's last use is before the current end of H2D. Earlier loads end first, because compute may need them."""
         end = self._device.record(Lane.H2D)
         if not end.is_reached():
             self.finish_loads()

@@ -120,7 +120,7 @@ def main(
     num_ranks: int = 4,
     num_experts: int = 16,
     least_rows: Annotated[int, typer.Option(help="the setting experts.balance")] = 16,
-    row_us: Annotated[float, typer.Option(help="microseconds that an expert computes a row")] = 200.0,
+    row_us: Annotated[float, typer.Option(help="microseconds in which an expert computes a row")] = 200.0,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     sides: dict[str, Any] = {"owners": {}, "balanced": {"experts.balance": least_rows}}

@@ -210,7 +210,7 @@ def main(
     durability: str = "auto",
     max_grad_norm: float = 1.0,
     steps_per_turn: int = STEPS_PER_TURN,
-    alone_bytes: Annotated[str, typer.Option(help="what the I/O engine moves alone in a turn")] = "6GB",
+    alone_bytes: Annotated[str, typer.Option(help="bytes that the I/O engine alone moves in a turn")] = "6GB",
 ) -> dict[str, Any]:
     settings = {**options.budgets, "durability": durability, "activations": "recompute"}
     with folder_in(options.store) as folder:

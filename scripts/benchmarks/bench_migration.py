@@ -10,7 +10,7 @@ step.
 
 Measured steps are those of a small model whose layers compute by waiting (`paced_step.py`), on a slow paced drive to
 which activations spill. Two engines with equal weights and batches take turns, one for each solver. Their stores are
-compared to the bit at the end.
+compared bit for bit at the end.
 """
 
 from __future__ import annotations

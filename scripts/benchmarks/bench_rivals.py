@@ -277,7 +277,7 @@ def ask() -> None:
         max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
         deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
         compiled: Annotated[bool, typer.Option("--compiled", help="also with torch.compile")] = False,
-        num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
+        num_experts: Annotated[int, typer.Option(help="experts of each layer; 0: a dense model")] = 0,
         set_: Annotated[list[str] | None, typer.Option("--set", help="any offload setting, name=value")] = None,
     ) -> dict[str, Any]:
         settings = {**options.budgets, **parsed_settings(set_)}

@@ -294,8 +294,8 @@ def main(
     options: Options,
     *,
     drive: Annotated[float | None, typer.Option(help="bytes a second; default: the drive of --store as it is")] = None,
-    tokens: Annotated[int, typer.Option(help="a turn and side")] = 8,
-    num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
+    tokens: Annotated[int, typer.Option(help="timed tokens of each turn and side")] = 8,
+    num_experts: Annotated[int, typer.Option(help="experts of each layer; 0: a dense model")] = 0,
 ) -> dict[str, Any]:
     task = Task(options, num_experts)
     with folder_in(options.store) as folder:

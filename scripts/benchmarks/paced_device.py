@@ -1,7 +1,7 @@
 """A device that takes the time of a GPU's compute and copies by waiting, so that the host has the same work and the
 same free cores as with a GPU.
 
-Numbers are computed immediately, on the CPU, so they equal the CPU's to the bit. Times are only recorded. Each lane has
+Numbers are computed immediately, on the CPU, so they are the CPU's. Times are only recorded. Each lane has
 a time at which its last work ends. A copy takes its bytes over the link's rate, compute takes its FLOPs over the
 device's rate, and `wait` delays a lane's next work until the event. A thread sleeps only if it synchronizes with an
 event that is not reached, and this sleep is counted.

@@ -240,7 +240,7 @@ def main(
         list[str] | None,
         typer.Option(help="of `collectives`, or JSON; of `experts.parallel` for a mixture; repeatable"),
     ] = None,
-    num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
+    num_experts: Annotated[int, typer.Option(help="experts of each layer; 0: a dense model")] = 0,
 ) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also removes the namespaces
     rates, modes = rate or ["50mbit", "200mbit"], mode or (["none", "world"] if num_experts else ["exact"])

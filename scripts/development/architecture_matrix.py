@@ -6,7 +6,7 @@
     python scripts/development/architecture_matrix.py --chunks                    # which layers run in chunks
 
 After clipped steps from equal weights and batches, losses, gradient norms and weights must equal those of torch's
-AdamW in memory, to the bit. Models that read images train as a whole, with a frozen tower, and with a frozen text
+AdamW in memory, bit for bit. Models that read images train as a whole, with a frozen tower, and with a frozen text
 model. With `--chunks` models train without dropout in chunks of some tokens, and their losses and weights must be near
 those of whole layers. Classes run in child processes, so that a crash affects no other. `--results` keeps the outcomes
 in a file, which a run with `--only` updates.
@@ -54,7 +54,7 @@ CHUNKS_EPS = 1e-3
 ORDER = (EXACT, EXACT_KEPT, IN_CHUNKS, WHOLE, NOT_TRIED, REFUSED, WRONG, FAILED)
 DRAFTS = "drafts tokens from the hidden states and keys of another model, and does not train by itself"
 NOT_TRAINED_HERE = {
-    "Gemma3nForConditionalGeneration": "its vision tower is one of the package timm, which is not installed here",
+    "Gemma3nForConditionalGeneration": "its vision tower is from the package timm, which is not installed here",
     "Gemma4AssistantForCausalLM": DRAFTS,
     "Gemma4UnifiedAssistantForCausalLM": DRAFTS,
 }
@@ -71,8 +71,8 @@ class Task(str, Enum):
 HOW_TRIED = {
     Task.TEXT: f"A model takes {NUM_STEPS} steps.",
     Task.IMAGES: """A model trains three times: as a whole, with a frozen tower, and with a frozen text model.
-The number and the size of its images change from step to step. A step of text alone comes between, unless the class
-takes none, or all that is trained is the tower.""",
+The number and the size of its images change from step to step. One step has only text, unless the class needs images,
+or only the tower is trained.""",
 }
 
 
@@ -426,7 +426,7 @@ class Deadline:
 
 
 def with_chunks(page: str, task: Task, known: dict[str, Outcome]) -> str:
-    """Return the page with another column in the task's table, which says whether layers run in chunks."""
+    """Return the page with another column in the task's table, which shows whether layers run in chunks."""
     begin, end = (mark.format(task=task.value) for mark in (SECTION_BEGIN, SECTION_END))
     before, _, rest = page.partition(begin)
     section, _, after = rest.partition(end)
@@ -445,7 +445,7 @@ def table_of(cells: dict[str, tuple[str, ...]]) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, found in cells.items():
         rows.setdefault(found, []).append(f"`{name}`")
-    heads = ["offloaded", "why, and the way out", "in chunks", "classes"]
+    heads = ["offloaded", "reason and remedy", "in chunks", "classes"]
     heads = heads[: max(map(len, rows))] + heads[-1:]
     lines = [heads, ["---"] * len(heads), *([*found, ", ".join(names)] for found, names in rows.items())]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -475,7 +475,7 @@ def section_of(outcomes: list[Outcome], task: Task = Task.TEXT) -> str:
 {torch.__version__.partition("+")[0]}. {HOW_TRIED[task]}
 
 **{exact} of {len(outcomes)} are exact**, {counts[EXACT_KEPT]} of them with activations that are kept, because the class
-cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {counts[FAILED]} fail;
+cannot recompute them. {counts[REFUSED]} refused, {counts[WRONG]} wrong, {counts[FAILED]} failed;
 {counts[NOT_TRIED]} were not tried, for the reason in the table.
 
 """

@@ -5,32 +5,32 @@ climb.
 
 A tiny Llama trains on the CPU device with one rank, while all Python calls within `hf_lohan` are traced on all threads.
 
-**A gradient's way** is the files of all calls that its accumulate hook, the end of the backward, clipping and the end
+**A gradient's path** is the files of all calls that its accumulate hook, the end of the backward, clipping and the end
 of the step make on the computing thread, and of all calls on the worker's thread, the threads of its kernels, and I/O
 threads, until the step's records are written. The step clips, so gradients wait for the norm. Files that only a commit
-needs are printed and not counted. New weights that go to a slot are on a weight's way from there on.
+needs are printed and not counted. New weights that go to a slot are on a weight's path from there on.
 
-**A weight's way** is the files of all calls on the thread that loads blocks, and on I/O threads, in a forward without
+**A weight's path** is the files of all calls on the thread that loads blocks, and on I/O threads, in a forward without
 updates: from the choice of a load to the slot that shows the block.
 
-**A checkpoint's way** is the visits of files by `from_pretrained` and what it calls on its thread, until a call leaves
+**A checkpoint's path** is the visits of files by `from_pretrained` and what it calls on its thread, until a call leaves
 the room `huggingface`. A function counts where it is first called, and calls one after the other in one file are one
-visit. So a file counts again each time that the way returns to it.
+visit. So a file counts again each time that the path returns to it.
 
-**A setting's way** is the visits of files that read settings, from `from_pretrained` to the end of a step. Reads one
+**A setting's path** is the visits of files that read settings, from `from_pretrained` to the end of a step. Reads one
 after the other in one file are one visit.
 
 Not counted are the room `threads` and the module `timeline`, through which all calls of a thread pass and which change
 nothing, and files of which only properties and operators (`x.numel`, `x in y`) are used.
 
-**A climb** is a call on the way of a gradient or a weight into a room on a higher floor (`FLOORS` of
+**A climb** is a call on the path of a gradient or a weight into a room on a higher floor (`FLOORS` of
 `tests/test_house.py`) than the caller's. Three kinds of calls begin a new chain and are no climbs: a thread's loop runs
 a command, the end of an I/O request or of a delivery runs its callbacks, torch runs a hook. Nor is a call of a method
 whose class inherits it from an interface (a base class) in the caller's room, a lower one, or another library. For
 climbs, more steps are traced: with updates in backward, with guesses, and with forwards whose weights come from
 updates.
 
-Exits with 1 if a way has more than `MOST` files or visits, or if there is a climb.
+Exits with 1 if a path has more than `MOST` files or visits, or if there is a climb.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def is_inherited(frame: FrameType, floor: int) -> bool:
 
 
 class Trace:
-    """Records the files on both ways, and climbs, while it is on."""
+    """Records the files on both paths, and climbs, while it is on."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -151,7 +151,7 @@ class Trace:
             way[chain[0][0]] = None
 
     def _way_of(self, stops: list[tuple[str, str]]) -> dict[str, None] | None:
-        """Return the way of a call, by the calls that contain it, innermost first."""
+        """Return the path of a call, by the calls that contain it, innermost first."""
         if threading.current_thread() is threading.main_thread():
             return self.gradient if GRADIENT_ROOTS.intersection(stops) else None
         outermost = room_of(stops[-1][0])
@@ -315,14 +315,14 @@ def main() -> int:
     climbs = sorted(set().union(*(trace.climbs for trace in traces)))
     is_good = not climbs
     for name, files in (("gradient", {**gradient.gradient, **gradient.io}), ("weight", {**weight.weight, **weight.io})):
-        print(f"A {name}'s way: {len(files)} files, at most {MOST[name]}")
+        print(f"A {name}'s path: {len(files)} files, at most {MOST[name]}")
         print(*(f"  {file}" for file in files), sep="\n")
         is_good = is_good and len(files) <= MOST[name]
     print("A commit's further files:", *(set(gradient.commit) - set(gradient.gradient)))
     print(f"Climbs: {len(climbs)}", *(f"  {climb}" for climb in climbs), sep="\n")
     visits = trace_loading()
     for name, of_way in (("checkpoint", visits.of_checkpoint), ("setting", visits.of_settings)):
-        print(f"A {name}'s way: {len(of_way)} visits of {len({*of_way})} files, at most {MOST[name]} visits")
+        print(f"A {name}'s path: {len(of_way)} visits of {len({*of_way})} files, at most {MOST[name]} visits")
         print(*(f"  {file}" for file in of_way), sep="\n")
         is_good = is_good and len(of_way) <= MOST[name]
     return 0 if is_good else 1

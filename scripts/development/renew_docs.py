@@ -68,7 +68,7 @@ SETTINGS_HEAD = """# Settings, one by one
 
 Made from `OffloadConfig` by `scripts/development/renew_docs.py`. [Configuration](configuration.md) says which settings
 to look at first. Sizes are bytes, or text such as `24GiB` and `24GB`. `experts.lazy` is the key `lazy` of the table
-`experts`. A config has it as `experts: {lazy: true}` or as `experts.lazy: true`.
+`experts`. Write it as `experts: {lazy: true}` or as `experts.lazy: true`.
 
 | setting | type | default |
 |---|---|---|

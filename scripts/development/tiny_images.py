@@ -14,7 +14,7 @@ from torch import Tensor
 
 Images = dict[str, Tensor]
 Grid = tuple[int, int]
-"""Height and width of an image in units of the least image."""
+"""Height and width of an image in units of the smallest image."""
 
 TEXT_LENGTH = 16
 PLANS: tuple[tuple[tuple[Grid, ...], ...], ...] = (
@@ -94,7 +94,7 @@ def _padded_patches(model: Any, grids: tuple[Grid, ...], generator: torch.Genera
 
 
 def _patches_with_positions(model: Any, grids: tuple[Grid, ...], generator: torch.Generator) -> Images:
-    """Flattened patches and their places, padded to the most (Gemma 4)."""
+    """Flattened patches and their positions, padded to the most (Gemma 4)."""
     vision = model.config.vision_config
     is_merged = not hasattr(vision, "num_hidden_layers")
     scale, side = (1, vision.model_patch_size) if is_merged else (vision.pooling_kernel_size, vision.patch_size)
@@ -331,7 +331,7 @@ def _with_flat_patches(model: Any, plan: tuple[tuple[Grid, ...], ...], generator
 
 
 def _with_boxes(model: Any, plan: tuple[tuple[Grid, ...], ...], generator: torch.Generator) -> dict[str, Any]:
-    """A page for each sample, and the place of each word (UDOP)."""
+    """A page for each sample, and the position of each word (UDOP)."""
     batch = _with_squares(model, plan, generator)
     boxes = torch.rand(*batch["input_ids"].shape, 4, generator=generator).sort(dim=-1).values
     return {**batch, "bbox": boxes}
@@ -408,7 +408,7 @@ def mend(name: str) -> None:
         MoeCausalLMOutputWithPast.image_outputs = None
 
 
-_TIMM = "its vision tower is one of the package timm, which is not installed here"
+_TIMM = "its vision tower is from the package timm, which is not installed here"
 NOT_TRIED_WITH_IMAGES = {
     "DiffusionGemmaForBlockDiffusion": "its forward computes no loss",
     "EvollaForProteinText2Text": "reads proteins, not images",

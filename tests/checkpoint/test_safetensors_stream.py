@@ -135,7 +135,7 @@ def test_pieces_overwrite_an_incomplete_clone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numel", [9, 11])
 def test_pieces_that_do_not_add_up_are_refused(numel: int, tmp_path: Path) -> None:
     wrong = TensorSpec("wrong", torch.float32, numel, [torch.ones(5), torch.ones(5)])
-    with pytest.raises(ValueError, match=f"wrong have 40 bytes, and its header says {4 * numel}"):
+    with pytest.raises(ValueError, match=f"wrong have 40 bytes, and its header gives {4 * numel}"):
         write_safetensors(tmp_path / "file.safetensors", [wrong, spec("next", torch.ones(3))])
 
 

@@ -113,7 +113,9 @@ def test_damage_in_the_commit_of_a_resume_is_found(ahead: RanksOfARun) -> None:
 def test_damage_in_a_commit_that_a_resume_drops_is_named_and_harmless(ahead: RanksOfARun) -> None:
     ahead.flip(1, 3)
     code, output = ahead.verify()
-    assert code == 0 and "commit 3, which a resume drops: 1 granules are damaged, which harms no resume" in output
+    assert (
+        code == 0 and "commit 3, which a resume drops: 1 granules are damaged, which does not affect a resume" in output
+    )
     with ahead.open(1) as store:
         store.restore_commit(store.kept_commits[1])
         content_of(store)

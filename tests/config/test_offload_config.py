@@ -177,7 +177,7 @@ def test_unreadable_sources_are_refused(tmp_path: Path) -> None:
         ("ssd: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("ssd: s3://bucket/store", "ssd: 's3://bucket/store' is a URL; give a directory"),
         ("ssd: [{path: https://example.org/store}]", "ssd: 'https://example.org/store' is a URL"),
-        ("ssd: [/data/a/store, /data/b, /data/a]", "ssd: '/data/a/store' lies in '/data/a'; name directories"),
+        ("ssd: [/data/a/store, /data/b, /data/a]", "ssd: '/data/a/store' is in '/data/a'; name directories"),
     ],
 )  # fmt: skip
 def test_values_that_are_easily_misread_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whatever the training loop does, the engine equals torch in memory to the bit."""
+"""Whatever the training loop does, the engine equals torch in memory bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every offloaded optimizer gives the weights and states of the torch optimizer, to the bit."""
+"""Every offloaded optimizer gives the weights and states of the torch optimizer, bit for bit."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_advice_is_added_once_and_keeps_the_words_of_torch() -> None:
     assert said.startswith(OF_TORCH.partition(" If reserved")[0])
     assert "PYTORCH_ALLOC_CONF" not in said
     assert said.count("gpu_memory is 20 GiB") == 1
-    assert said.endswith("No committed step is lost; the next run continues from it.")
+    assert said.endswith("The next run continues from the last committed step.")
 
 
 def test_errors_of_cuda_libraries_get_the_words_of_torch() -> None:

@@ -102,7 +102,7 @@ class Sharing:
         assert swapper.spilled_bytes == num_steps * on_ssd
 
     def assert_equal(self) -> None:
-        """Check that weights equal to the bit and that the shared RAM is empty."""
+        """Check that weights are bitwise equal and that the shared RAM is empty."""
         self.twins.assert_equal()
         self.engine.activations.swapper.wait_until_idle()
         assert (self.ram.bytes_in_use, self.ram.top_bytes_in_use) == (0, 0)

@@ -1,4 +1,4 @@
-"""Losses, norms and weights equal those of the stock Trainer to the bit, wherever activations are stored."""
+"""Losses, norms and weights equal those of the stock Trainer bit for bit, wherever activations are stored."""
 
 from __future__ import annotations
 

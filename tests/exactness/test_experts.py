@@ -1,4 +1,4 @@
-"""With streamed experts, losses and weights equal those of the stock Trainer to the bit."""
+"""With streamed experts, losses and weights equal those of the stock Trainer bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bfloat16 training equals that of PyTorch's FSDP2 with bfloat16 parameters and float32 gradients, to the bit.
+"""bfloat16 training equals that of PyTorch's FSDP2 with bfloat16 parameters and float32 gradients, bit for bit.
 
 The reference is `fully_shard` itself, in one process over gloo. Losses, norms and float32 masters are compared.
 """

@@ -1,4 +1,4 @@
-"""Optimizers other than AdamW equal stock to the bit, also in interrupted and resumed runs."""
+"""Optimizers other than AdamW equal stock bit for bit, also in interrupted and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over a packed, streamed base equal those of transformers, bitsandbytes and PEFT in memory, to the bit."""
+"""Adapters over a packed, streamed base equal those of transformers, bitsandbytes and PEFT in memory, bit for bit."""
 
 from __future__ import annotations
 

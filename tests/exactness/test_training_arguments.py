@@ -60,7 +60,7 @@ QUICK = ("linear", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
 
 @pytest.mark.parametrize("schedule", slow_but(QUICK, [kind.value for kind in SchedulerType]))
 def test_the_numbers_are_those_of_the_stock_trainer(schedule: str, tmp_path: Path) -> None:
-    """Compare everything logged and the final weights, to the bit."""
+    """Compare everything logged and the final weights, bit for bit."""
     changes = {"warmup_steps": 1, "weight_decay": 0.1, "max_steps": 4, **ARGUMENTS[schedule]}
     outcomes = []
     for kind, options in ((StockTrainer, {}), (hf_lohan.Trainer, {"offload": SMALL_BUDGETS})):

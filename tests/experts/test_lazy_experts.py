@@ -1,4 +1,4 @@
-"""Lazy experts equal stock's weights, moments and losses to the bit, whenever they are read."""
+"""Lazy experts equal stock's weights, moments and losses bit for bit, whenever they are read."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class RankRun:
         return [read_outcome(self.folder / f"rank-{rank}") for rank in self.ranks]
 
     def check_against(self, undisturbed: list[Outcome]) -> None:
-        """Resume, train to the end and check that all ranks equal a run without faults to the bit."""
+        """Resume, train to the end and check that all ranks equal a run without faults bit for bit."""
         for ours, whole in zip(self.finish(), undisturbed, strict=True):
             assert_same(ours, whole)
 

@@ -279,7 +279,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def assert_same(ours: Outcome, whole: Outcome) -> None:
-    """Check equality to the bit, and that each step is logged exactly once."""
+    """Check equality bit for bit, and that each step is logged exactly once."""
     assert [row["step"] for row in ours.rows] == list(range(1, len(whole.rows) + 1))
     for our_row, row in zip(ours.rows, whole.rows, strict=True):
         assert our_row == row

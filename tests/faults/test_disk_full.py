@@ -1,6 +1,6 @@
 """A small real disk becomes full at some instant of a run. The run continues, because its files are allocated at the
 start, or fails with one error that tells where bytes are missing and how many. With free space again it resumes from
-its last committed step, to the bit."""
+its last committed step, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process may end at any instant; the run resumes from its last committed step, to the bit. Each test ends many
+"""A process may end at any instant; the run resumes from its last committed step, bit for bit. Each test ends many
 processes of one run and lets the last one finish. Random instants follow a report of the process (started, training
 begun, step ended), so they fall into loading, resuming, forward, backward, update, commit and checkpoint. Each test
 checks that the run made progress in between."""

@@ -1,4 +1,4 @@
-"""After a power cut at a random call of a run, the store verifies and the run resumes to the bit."""
+"""After a power cut at a random call of a run, the store verifies and the run resumes bit for bit."""
 
 from __future__ import annotations
 

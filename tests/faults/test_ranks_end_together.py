@@ -1,5 +1,5 @@
 """One of two ranks, each a process, is killed, hangs or has a full disk at a random instant. Both ranks end soon, with
-an error that names the failed rank. The resumed run equals a run without faults to the bit."""
+an error that names the failed rank. The resumed run equals a run without faults bit for bit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trainer_runs import make_trainer
 
 from hf_lohan.testing.models import tiny_model
 
-ADVICE = ("CUDA out of memory.", "gpu_memory", "the next run continues from it")
+ADVICE = ("CUDA out of memory.", "gpu_memory", "The next run continues from the last committed step")
 
 
 def trainer_in(folder: Path) -> Any:

@@ -159,7 +159,7 @@ def test_auto_takes_it_only_where_it_is_faster(
 
 
 def test_a_machine_that_cannot_is_refused_before_anything_is_written(tmp_path: Path, double: Any) -> None:
-    with pytest.raises(ConfigError, match=r"gpu_direct: true cannot be followed, because .*; set gpu_direct to auto"):
+    with pytest.raises(ConfigError, match=r"gpu_direct: true cannot be used, because .*; set gpu_direct to auto"):
         run(tmp_path / "run", "llama", direct=True, offload={"ssd": str(tmp_path / "store")})
     assert not (tmp_path / "store").exists()
 

@@ -1,4 +1,4 @@
-"""A run with unpinned host memory, as on WSL2 or with a low memlock limit, equals stock to the bit."""
+"""A run with unpinned host memory, as on WSL2 or with a low memlock limit, equals stock bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """With any of Trainer's settings, a run on CUDA equals the stock Trainer on the same device. On the double of the CUDA
-runtime, which has the kernels of the CPU, the runs are equal to the bit. On a GPU they agree within `ON_A_GPU`, because
+runtime, which has the kernels of the CPU, the runs are bitwise equal. On a GPU they agree within `ON_A_GPU`, because
 attention's backward sums in any order and torch's AdamW rounds differently on the GPU."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hf_lohan.Accelerator` takes over one or several optimizers of a loop, which equals the loop in memory to the bit."""
+"""`hf_lohan.Accelerator` takes over one or several optimizers of a loop, which exactly equals the loop in memory."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 def test_a_loop_is_offloaded_and_trains_the_same(
     kernel: str, tolerance: float, offloaded: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offloaded AdamW equals torch's fused kernel to the bit. Torch's default kernel rounds differently."""
+    """Offloaded AdamW equals torch's fused kernel bit for bit. Torch's default kernel rounds differently."""
     offloaded(LOOP.format(kernel))
     assert (tmp_path / "lohan_store" / "manifest.json").is_file(), "nothing was offloaded"
     (tmp_path / "stock").mkdir()

@@ -1,4 +1,4 @@
-"""Weights and moments after late steps with zero gradients equal those of torch to the bit."""
+"""Weights and moments after late steps with zero gradients equal those of torch bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule's updates of segments of a flat chunk equal torch's optimizer to the bit."""
+"""Each rule's updates of segments of a flat chunk equal torch's optimizer bit for bit."""
 
 from __future__ import annotations
 

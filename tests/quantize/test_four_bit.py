@@ -1,4 +1,4 @@
-"""NF4 and FP4 equal bitsandbytes to the bit, for any split of the input and any decoded part."""
+"""NF4 and FP4 equal bitsandbytes bit for bit, for any split of the input and any decoded part."""
 
 from __future__ import annotations
 

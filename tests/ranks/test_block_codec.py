@@ -1,4 +1,4 @@
-"""Values in 8 or 4 bits equal the definition to the bit, for any size, tile and operation."""
+"""Values in 8 or 4 bits equal the definition bit for bit, for any size, tile and operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks commit together. If one of them is killed anywhere, all continue from the same commit, to the bit."""
+"""Ranks commit together. If one of them is killed anywhere, all continue from the same commit, bit for bit."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_the_error_of_an_empty_folder_names_the_rank(tmp_path: Path, engine: IoE
     def go_on(links: Links) -> None:
         with Store.open_or_create(path_of(tmp_path, links.ranks.rank), RECORDS, model=MODEL, engine=engine) as store:
             before = store.committed
-            with pytest.raises(RanksDisagreeError, match="that all ranks hold: rank 0 holds commit 2 of start"):
+            with pytest.raises(RanksDisagreeError, match=r"that all ranks hold: rank 0 holds commit 2 \(start"):
                 CommitAgreement(links).restore_common_commit(store)
             assert store.committed is before
 
@@ -356,7 +356,7 @@ def test_stores_with_one_group_for_all_starts_go_on(tmp_path: Path, engine: IoEn
 def test_the_newest_common_commit() -> None:
     assert newest_common_commit([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
     assert newest_common_commit([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
-    with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of start a; rank 1 holds nothing"):
+    with pytest.raises(RanksDisagreeError, match=r"rank 0 holds commit 7 \(start a\); rank 1 holds nothing"):
         newest_common_commit([[("a", 7)], [("", 0)]])
 
 

@@ -36,7 +36,7 @@ def test_equal_values_pass() -> None:
         ({"a": 1}, "b is 0.1 on rank 0 and missing on rank 2; give all ranks the same"),
         ({"a": 1, "b": 0.1, "c": None}, "c is missing on rank 0 and null on rank 2; give all ranks the same"),
         ({"a": True, "b": 0.2}, "a is 1 on rank 0 and true on rank 2; give all ranks the same"),
-        ({"b": 0.1, "a": 1}, "the numbers have another order on one of the ranks; give all ranks the same"),
+        ({"b": 0.1, "a": 1}, "the numbers have a different order on one of the ranks; give all ranks the same"),
     ],
 )
 def test_the_first_difference_is_named_on_every_rank(theirs: dict[str, Any], expected: str) -> None:

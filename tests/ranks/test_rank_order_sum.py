@@ -1,4 +1,4 @@
-"""The mean over ranks equals one process that accumulates, and DDP that sums in rank order, to the bit."""
+"""The mean over ranks equals one process that accumulates, and DDP that sums in rank order, bit for bit."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ def test_all_ranks_get_the_measurements_of_each() -> None:
 
 
 def test_the_next_step_is_committed_if_all_ranks_request_it() -> None:
-    wishes = [(False, False), (True, False), (True, True), (False, True), (True, True)]
+    requests = [(False, False), (True, False), (True, True), (False, True), (True, True)]
 
     def run(links: Links) -> list[bool | None]:
         agreement, found = StepAgreement(links), []
         found.append(agreement.commits_next)
-        for of_ranks in wishes:
+        for of_ranks in requests:
             agreement.request_commit(of_ranks[links.ranks.rank])
             agreement.apply_gradients(b"")
             found.append(agreement.commits_next)

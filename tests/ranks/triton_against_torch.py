@@ -1,4 +1,4 @@
-"""Compare all functions of `triton_codec` with `torch_codec`, to the bit. `test_block_codec` runs this file in a
+"""Compare all functions of `triton_codec` with `torch_codec`, bit for bit. `test_block_codec` runs this file in a
 process with Triton's interpreter.
 """
 

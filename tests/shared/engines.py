@@ -128,7 +128,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
 
 class Twins:
     """Two copies of one model: `stock` is trained by torch in memory, `model` by an engine. Each step is taken with
-    both. `assert_equal` then compares weights, states and step counts to the bit.
+    both. `assert_equal` then compares weights, states and step counts bit for bit.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def assert_same_tensors(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check that names are equal, and tensors to the bit."""
+    """Check that names are equal, and tensors bit for bit."""
     assert ours.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(ours[name], tensor)] == []
 

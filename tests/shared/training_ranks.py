@@ -40,7 +40,7 @@ class Trained:
 
 
 def assert_same_run(ours: Any, expected: Any, rank: int = 0, num_ranks: int = 1) -> None:
-    """Check that weights, norms and losses are equal to the bit. `rank` of `num_ranks`: whose losses ours are, if one
+    """Check that weights, norms and losses are bitwise equal. `rank` of `num_ranks`: whose losses ours are, if one
     process computed those of all ranks in turn."""
     assert_same_tensors(ours.weights, expected.weights)
     for found, wanted in ((ours.norms, expected.norms), (ours.losses, expected.losses[rank::num_ranks])):

@@ -86,7 +86,7 @@ def comparable(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same(ours: Run, stock: Run) -> None:
-    """Check that all values are equal to the bit, except gradient norms, which are summed in another order."""
+    """Check that all values are bitwise equal, except gradient norms, which are summed in another order."""
     assert len(ours.logs) == len(stock.logs) > 0
     for ours_row, stock_row in zip(ours.logs, stock.logs, strict=True):
         assert ours_row.keys() == stock_row.keys()

@@ -1,4 +1,4 @@
-"""If the power is cut after any call that changes a file, the store has a committed state, to the bit."""
+"""If the power is cut after any call that changes a file, the store has a committed state, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Until all ranks have the next commit, the previous one survives any power cut, to the bit."""
+"""Until all ranks have the next commit, the previous one survives any power cut, bit for bit."""
 
 from __future__ import annotations
 

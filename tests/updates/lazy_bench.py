@@ -188,7 +188,7 @@ class LazyBench:
 
 
 def assert_equal(found: LazyBench, expected: LazyBench) -> None:
-    """Check that all records are equal to the bit, and that step counts are equal."""
+    """Check that all records are bitwise equal, and that step counts are equal."""
     for number in range(NUM_EXPERTS):
         states = expected.states_of(number)
         for kind, record in found.states_of(number).items():

@@ -82,7 +82,7 @@ class Run:
 
 
 def assert_equal(run: Run, other: Run) -> None:
-    """Check that norms and all records are equal to the bit."""
+    """Check that norms and all records are bitwise equal."""
     assert run.norms == other.norms
     records, expected = run.records(), other.records()
     assert records.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Masters that are written in any pieces are read to the bit, also ties, after any commit, undo and reopening."""
+"""Masters that are written in any pieces are read bit for bit, also ties, after any commit, undo and reopening."""
 
 from __future__ import annotations
 

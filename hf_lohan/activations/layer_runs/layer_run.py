@@ -34,7 +34,7 @@ class LayerInputs(Protocol):
         """Return the output of ``forward`` for a chunk, whose hidden states are ``hidden``."""
 
     def recording(self) -> AbstractContextManager[list[tuple[str, Tensor]]]:
-        """Return a context with the (name, output) pairs that the model records of modules, such as routers' logits."""
+        """Return a context with the (name, output) pairs that the model records, such as the logits of routers."""
 
     def add_recorded(self, outputs: Sequence[tuple[str, Tensor]]) -> None:
         """Give the model the outputs that it would have recorded in a forward of the whole layer."""
@@ -85,7 +85,7 @@ class LayerRun:
         self._layer = layer
         self._state = state
         self._has_run = False
-        """Whether a chunk has run. The first chunk leaves the state as a forward of the whole layer does."""
+        """Whether a chunk has run. The first chunk changes the state as a forward of the whole layer does."""
         self._random: dict[TokenRange, RandomNumbers] = {}
         """The state of the random generators before each chunk's forward."""
         self._runs_again = runs_again
@@ -95,7 +95,7 @@ class LayerRun:
         self._groups = groups
         self._form: Any = None
         self.recorded_names: list[str] = []
-        """Names of the outputs that the model records of the layer."""
+        """Names of the outputs that the model records from the layer."""
         self._is_flat: list[bool] = []
         """Whether rows and tokens are one dimension, for each recorded output."""
         self._frames: dict[TokenRange, LayerFrame] = {}
@@ -129,7 +129,7 @@ class LayerRun:
                 if not outputs:
                     outputs = [self._empty((*hidden.shape[:2], *part.shape[2:]), part) for part in parts]
                 if [part.shape[2:] for part in parts] != [output.shape[2:] for output in outputs]:
-                    raise NotCuttableError("returns other outputs for other tokens")
+                    raise NotCuttableError("returns outputs of different shapes for different chunks")
                 for output, part in zip(outputs, parts, strict=True):
                     output[tokens.index] = part
                 del parts
@@ -183,10 +183,10 @@ class LayerRun:
         self._form = type(output)((None, *rest)) if isinstance(output, tuple | list) else None
         self.recorded_names, recorded = [name for name, _ in named], [part for _, part in named]
         if not all(isinstance(part, Tensor) for part in recorded):
-            raise NotCuttableError("records outputs of another form")
+            raise NotCuttableError("records outputs of unsupported shape")
         self._is_flat = [part.shape[:2] != shape for part in recorded]
         if any(flat and part.shape[0] != shape.numel() for flat, part in zip(self._is_flat, recorded, strict=True)):
-            raise NotCuttableError("records outputs of another form")
+            raise NotCuttableError("records outputs of unsupported shape")
         return [
             first,
             *(part.unflatten(0, shape) if flat else part for part, flat in zip(recorded, self._is_flat, strict=True)),
@@ -229,7 +229,7 @@ class LayerRun:
         of_hidden: Tensor | None,
         group: Sequence[TokenRange],
     ) -> None:
-        """Run a group's chunks again and backward. Writes the gradients of its hidden states to ``of_hidden``."""
+        """Rerun a group's forward and backward. Writes the gradients of its hidden states to ``of_hidden``."""
         cache = self.begin_group(hidden, group)
         if cache is not None:
             with torch.no_grad():

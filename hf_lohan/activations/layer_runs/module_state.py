@@ -1,8 +1,8 @@
 """The state that a forward reads and changes, other than arguments, weights and torch's random numbers: attributes of
 modules, the objects and containers that they refer to, and generators.
 
-A layer that runs again reads its `ModuleState`, which is quick to note. `state_kept` undoes all changes of a trace or a
-trial, also in global names of the model's code and in all other objects.
+A layer that runs again reads its `ModuleState`, which is quick to record. `state_kept` undoes all changes of a trace or
+a trial, even in global names of the model's code and in all other objects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_KEPT_BYTES = 1 << 20
 """Copies of larger tensors are kept only if the forward has changed the tensor."""
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, deque, set))
 _PLAIN: set[type] = {bool, int, float, str, type(None)}
-"""Known types. Only a reference to their objects is noted."""
+"""Known types. Only a reference to their objects is recorded."""
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -68,7 +68,7 @@ _MISSING = object()
 
 
 class _Noted(enum.Enum):
-    """The part of a value that is noted, in addition to a reference to the value."""
+    """The part of a value that is recorded, in addition to a reference to the value."""
 
     CONTENTS = enum.auto()
     ATTRIBUTES = enum.auto()
@@ -184,8 +184,8 @@ class ModuleState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have modules read the noted state within this context. Their changes are undone afterwards. Raises ValueError
-        if a large tensor, which the forward had not changed, was changed later."""
+        """Have modules read the recorded state within this context. Their changes are undone afterwards. Raises
+        ValueError if a large tensor, which the forward had not changed, was changed later."""
         with torch.no_grad():
             self._placed = {key: self._as_noted(key) for key in self._tensors}
         contents_now = [(container, container.copy()) for container, _ in self._contents]
@@ -338,7 +338,7 @@ def state_kept(
 
 
 class _Keeper:
-    """Notes the state of objects. ``stack`` restores it at its end."""
+    """Records the state of objects. ``stack`` restores it at its end."""
 
     def __init__(self, stack: contextlib.ExitStack, spared: Iterable[Tensor]) -> None:
         self._stack = stack
@@ -346,7 +346,7 @@ class _Keeper:
         self._bytes_left = _MOST_COPIED_BYTES
 
     def keep(self, first: object) -> None:
-        """Note the state of an object and of all objects to which it refers."""
+        """Record the state of an object and of all objects to which it refers."""
         pending = deque([first])
         while pending and len(self._seen) < _MOST_OBJECTS:
             value = pending.popleft()
@@ -355,7 +355,7 @@ class _Keeper:
                 pending.extend(found for found in self._note(value) if not isinstance(found, _ATOMS))
 
     def _note(self, value: Any) -> Iterable[object]:
-        """Note an object's own state. Returns the objects to which it refers."""
+        """Record an object's own state. Returns the objects to which it refers."""
         match value:
             case dict():
                 before = dict(value)

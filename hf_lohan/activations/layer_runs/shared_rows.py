@@ -60,7 +60,7 @@ class RowMemory:
         self._place = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Note the size that the plan counts. A larger size is only logged."""
+        """Record the size that the plan counts. A larger size is only logged."""
         self._planned_bytes = num_bytes
 
     def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:

@@ -206,7 +206,7 @@ def _name_of(value: Any) -> Any:
 
 
 def stream_models() -> None:
-    """Let axolotl's loader stream the models of runs that offload. It loads other models as before."""
+    """Make axolotl's loader stream the models of runs that offload. It loads other models as before."""
     from axolotl.loaders import ModelLoader
 
     stock_load = ModelLoader.load

@@ -33,7 +33,7 @@ from hf_lohan.weights import RowLoads, SlotRing
 from hf_lohan.weights.shared_source import StaleError, stale_error
 
 _HEAD = struct.Struct("<qqB")
-"""Number of weight changes so far (period), number of wanted rows (-1 for none), and whether the rank has closed."""
+"""Number of weight changes so far (period), number of requested rows (-1 for none), and whether the rank has closed."""
 
 
 def open_rows(
@@ -121,7 +121,7 @@ class _Request:
 
 class ShardedRows(Rounds):
     """Reads rows together with all other ranks, if each rank has a shard of the table. In a round each rank sends its
-    number of wanted rows. Then requests are served in rank order: the requesting rank sends the indices of its rows,
+    number of requested rows. Then requests are served in rank order: the requesting rank sends the indices of its rows,
     and each rank sends back the elements in its own shard."""
 
     def __init__(self, own: OwnRows, links: Links, changes: SlotRing, sent: Tensor) -> None:
@@ -173,7 +173,7 @@ class ShardedRows(Rounds):
         return not all(is_closed for *_, is_closed in told)
 
     def break_off(self, error: BaseException) -> None:
-        """Let `fill` raise ``error``."""
+        """Make `fill` raise ``error``."""
 
     def _serve(self, rank: int, num_ids: int, period: int) -> None:
         """Send rows of this rank's shard to rank ``rank``, which may be this rank itself."""
@@ -239,7 +239,7 @@ class ShardedRows(Rounds):
 
 
 class EmbeddingRows(RowLoads):
-    """Brings the rows of a batch's tokens to the device."""
+    """Loads the rows of a batch's tokens to the device."""
 
     def __init__(self, device: Device, source: OwnRows | ShardedRows, landing: Tensor | None) -> None:
         """``landing``: host memory from which rows are copied to the device. None if the device uses host memory."""

@@ -1,4 +1,4 @@
-"""Runs the trial in a process of its own: ``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``."""
+"""Runs the trial in a separate process: ``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``."""
 
 import sys
 

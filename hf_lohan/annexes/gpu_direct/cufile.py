@@ -33,7 +33,7 @@ ERROR_TEXTS: Mapping[int, str] = {
     5001: "the kernel module nvidia-fs is not loaded",
     5002: "a property is invalid",
     5003: "a property is out of range",
-    5004: "nvidia-fs has another version than libcufile",
+    5004: "nvidia-fs has a different version than libcufile",
     5005: "the version of nvidia-fs cannot be read",
     5006: "the driver is closing",
     5007: "this platform has no GPUDirect Storage",

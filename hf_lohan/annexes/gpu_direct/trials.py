@@ -126,7 +126,7 @@ def open_direct_io(config: ResolvedConfig, device: Device) -> CuFileIo | None:
         library = open_direct_library()
     except DeviceIoError as error:
         if wanted is True:
-            raise ConfigError(f"gpu_direct: true cannot be followed, because {error.text}; set it to false") from error
+            raise ConfigError(f"gpu_direct: true cannot be used, because {error.text}; set it to false") from error
         logger.warning("GPUDirect Storage is not used, although its trial worked, because %s", error.text)
         return None
     for trial in trials:
@@ -142,9 +142,7 @@ def _trials_if_used(config: ResolvedConfig, device: Device) -> tuple[GpuDirectTr
     problem, trials = why_not(device, [ssd.path for ssd in config.ssd], tries_anyway=wanted is True)
     if problem:
         if wanted is True:
-            raise ConfigError(
-                f"gpu_direct: true cannot be followed, because {problem}; set gpu_direct to auto or false"
-            )
+            raise ConfigError(f"gpu_direct: true cannot be used, because {problem}; set gpu_direct to auto or false")
         logger.info("GPUDirect Storage is not used, because %s", problem)
         return None
     slower = [trial for trial in trials if not trial.is_faster]
@@ -240,7 +238,7 @@ def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: i
     found = hasher.hashes(memory, _GRANULE_BYTES, Lane.D2H).numpy().view(np.uint64)
     if not np.array_equal(found, checksums(memory.cpu(), _GRANULE_BYTES)):
         engine.close()
-        return GpuDirectTrial(folder=folder, problem="the GPU computes other checksums than the CPU")
+        return GpuDirectTrial(folder=folder, problem="the GPU computes different checksums than the CPU")
     ops_before = _nvidia_fs_ops()
     try:
         with _trial_file(folder) as path:

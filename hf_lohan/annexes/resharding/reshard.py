@@ -51,7 +51,7 @@ class BalancedOwners:
     num_nodes: int
     num_rows: int
     most_before: float
-    """Most rows of a rank divided by the mean of ranks, with the former owners. Mean over layers, weighted by rows."""
+    """Maximum rows of a rank over the mean of ranks, with the former owners. Mean over layers, weighted by rows."""
     most_after: float
     """The same with `owners`."""
 
@@ -65,7 +65,7 @@ class Resharded:
     """Folders of the new stores on their first ssd path."""
     old_files: str
     new_files: str
-    """Names of files on each ssd path that the user may delete: the old stores (`old_files`), or the new stores."""
+    """Names of the files of the old stores, and of the new stores, on each ssd path. The user may delete either."""
     balanced: BalancedOwners | None = None
     """The owners of experts, if they were balanced."""
 
@@ -159,8 +159,8 @@ def reshard(
 
 
 def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
-    """Return the folders of each new rank's store. If old ranks have different paths, new ranks get these in turn. A
-    run with other paths copies the stores to its own paths."""
+    """Return the folders of each new rank's store. If old ranks have different paths, new ranks get these in rotation.
+    A run with other paths copies the stores to its own paths."""
     lists = found.directories
     return [
         [rank_folder(path, rank, num_ranks, found.generation) for path in lists[rank % len(lists)]]
@@ -260,7 +260,7 @@ def records_by_rank(
 def check_records(
     expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
 ) -> None:
-    """Raise ValueError if this version would divide the model into other records than the stores have."""
+    """Raise ValueError if this version would divide the model into records unlike the stores'."""
     for of_version, of_store, folder in zip(expected, found, folders, strict=True):
         if tuple(of_version) != tuple(of_store):
             raise ValueError(
@@ -281,7 +281,7 @@ def new_store(paths: Sequence[StorePath], run: OldRun, rank: int, io: IoEngine) 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
 
-    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, also if elements are in no store.
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError`, such as for elements in no store.
     """
     copied: list[int] = []
     with OverlappedCopies(copied.append) as copies:
@@ -309,7 +309,7 @@ def checksums_of(store: Store, piece: Piece, content: Tensor) -> Checksums:
 
 class OverlappedCopies:
     """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, checks and writes
-    overlap. Leaving the context waits for all I/O, also after an error."""
+    overlap. Leaving the context waits for all I/O, even after an error."""
 
     def __init__(
         self,

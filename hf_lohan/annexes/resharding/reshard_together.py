@@ -48,7 +48,7 @@ from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.versions import Checksums
 
 _TOGETHER_BYTES = 256 << 20
-"""All ranks meet after one rank has copied this many bytes, because a rank that waits longer would count as hung."""
+"""All ranks synchronize after one has copied this many bytes, because a rank that waits longer would count as hung."""
 
 
 def reshard_together(
@@ -116,8 +116,8 @@ def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: Old
         )
     if opened.model.fingerprint != old.model.fingerprint or opened.records != tuple(records):
         raise ForeignStoreError(
-            f"the store in {where} is of another model than the old stores; load the model with the settings of the "
-            "old run, or give this run another ssd path"
+            f"the store in {where} is for a different model than the old stores; load the model with the settings of "
+            "the old run, or give this run another ssd path"
         )
     assert opened.committed is None, "the store was created for this run"
 

@@ -53,8 +53,8 @@ class MemoryBlock:
 
 class CachingAllocator:
     """Allocates as PyTorch's caching allocator for CUDA does. Sizes of at most 1 MiB come from segments of 2 MiB, and
-    sizes below 10 MiB from segments of 20 MiB. A larger size gets a segment of its own, which smaller sizes may use
-    later. An allocation takes the smallest free block that fits, and splits it. Segments are never freed.
+    sizes below 10 MiB from segments of 20 MiB. A larger size gets its own segment, which smaller sizes may use later.
+    An allocation takes the smallest free block that fits, and splits it. Segments are never freed.
 
     Of two expandable segments, one is for sizes of at most 1 MiB and grows by 2 MiB at a time, the other by 20 MiB.
     """

@@ -24,7 +24,7 @@ def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
 
 def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Console) -> None:
     """Print a table of the kinds of tensors, and a sentence on their use."""
-    whole = "The table is of whole layers; the plan runs them in chunks.\n" if planned.plan.chunk_tokens else ""
+    whole = "The table is for whole layers; the plan runs them in chunks.\n" if planned.plan.chunk_tokens else ""
     kinds = lifetimes.kinds(planned.hardware)
     table = table_of("tensors", "number", "bytes", "in use", "gap", "longest", "link", "SSDs")
     for kind, summary in kinds.items():

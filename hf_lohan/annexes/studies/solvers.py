@@ -40,7 +40,7 @@ def choose_solver(
     compares: bool = False,
 ) -> OffloadPlan:
     """Return ``plan`` (Algorithm 1's) or the plan of the setup's solver, with the simulated steps of the tried solvers.
-    `auto` is Algorithm 1, because measured steps did not show the gain of simulated steps
+    `auto` is Algorithm 1, because measured steps were not shorter, unlike simulated ones
     (`scripts/benchmarks/bench_migration.py --measure`). ``compares``: try all solvers in any case.
 
     Other solvers are tried only with `activations: auto`, and for a plan that fits. With several ranks nothing is

@@ -99,12 +99,12 @@ class _Recorder(FakeOperations):
         return fake
 
     def repeat(self, times: int) -> None:
-        """Let each of the next operations stand for ``times`` equal operations."""
+        """Make each of the next operations stand for ``times`` equal operations."""
         self._times = times
 
     def compute_experts(self, names: Sequence[str], flops: int, held: Sequence[Tensor]) -> None:
-        """Note an operation for each expert, which uses the expert's weights and the tensors ``held``. ``flops``: FLOPs
-        of all experts together."""
+        """Record an operation for each expert, which uses the expert's weights and the tensors ``held``. ``flops``:
+        FLOPs of all experts together."""
         keys = [key for key in dict.fromkeys(map(storage_id, held)) if key in self._alive]
         for name in names:
             self.step.operations.append(StepOperation(EXPERTS, self.block, flops / len(names), 0))
@@ -112,7 +112,7 @@ class _Recorder(FakeOperations):
             self._note_uses(keys)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Note that the tensor is the gradient of a weight."""
+        """Record that the tensor is the gradient of a weight."""
         if (held := self._alive.get(storage_id(gradient))) is not None:
             held[0].kind, held[0].name = "gradient", name
 
@@ -130,7 +130,7 @@ class _Recorder(FakeOperations):
         return self.step
 
     def note_before(self) -> None:
-        """Note the tensors that died since the last operation."""
+        """Record the tensors that died since the last operation."""
         for key in [key for key, (_, ref) in self._alive.items() if ref.expired()]:
             tensor = self._alive.pop(key)[0]
             if self._num_fakes[id(tensor)]:
@@ -161,7 +161,7 @@ class _Recorder(FakeOperations):
             self._note_uses(dict.fromkeys((*inputs, *outputs)))
 
     def _note_uses(self, keys: Iterable[int]) -> None:
-        """Note that the last operation uses these storages."""
+        """Record that the last operation uses these storages."""
         number = len(self.step.operations) - 1
         for key in keys:
             if key in self._weights:
@@ -225,7 +225,7 @@ class _LayersOfStep:
         return traced
 
     def _enter(self, block: str, _gradient: Tensor) -> None:
-        """Let the backward of a block begin."""
+        """Begin the backward of a block."""
         self._recorder.block = block
 
 

@@ -97,7 +97,7 @@ class ActivationChoices:
         self.num_operations = int(self._num_of_kind.sum())
 
     def kept_choices(self, budget_bytes: int) -> list[KeptActivations]:
-        """Return the activations that fit ``budget_bytes`` of the device, by several orders. One order has whole layers
+        """Return the activations that fit ``budget_bytes`` of the device, in several orders. One order has whole layers
         from the last to the first, because the memory of the last layers is free soonest. Others begin with the most
         expensive operations of all layers, by FLOPs or because they load experts again."""
         orders = [self._last_layers_first(), self._dearest_first(range(len(self.kinds)))]

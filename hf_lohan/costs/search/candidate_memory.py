@@ -78,7 +78,7 @@ class FullestMoment:
         layers_leaving: int = LAYERS_LEAVING,
         keeps_all: bool = False,
     ) -> Values:
-        """Return the bytes [num_candidates] of the peak beside the slots. ``kept`` [num_layers]: bytes that each layer
+        """Return the bytes [num_candidates] of the peak without the slots. ``kept`` [num_layers]: bytes that each layer
         keeps. ``own`` [num_layers]: the part of them in its outputs. ``swapped`` [num_candidates, num_layers]: bytes
         that leave. ``fetch_ahead`` layers return early, and ``layers_leaving`` leave while the next layer computes."""
         before = np.cumsum(kept) - kept
@@ -140,7 +140,7 @@ def held_beside(
     num_held_chunks: int,
     ram_bytes: float,
 ) -> Values:
-    """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
+    """Return the bytes of gradients that fit with activations in ``ram_bytes`` at the end of backward. ``gradients``:
     in forward order. ``put_away``: the bytes that activations take after the forward has run a layer, by layer in
     forward order. The gradients of the last blocks arrive first, and have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)

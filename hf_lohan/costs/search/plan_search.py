@@ -199,7 +199,7 @@ class _Search:
         return math.ceil(choice.parked_share.item() * self._gradient_bytes) if clip == "none" else 0
 
     def _working(self, candidates: Candidates) -> Values:
-        """Return the bytes [num_candidates] that candidates need on the device beside slots and kept activations."""
+        """Return the bytes [num_candidates] that candidates need on the device besides slots and kept activations."""
         return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
 
     def _wear_factor(self, clip: ClipMode) -> float:

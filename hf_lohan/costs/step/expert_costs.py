@@ -22,7 +22,7 @@ MOST_STEPS_BEHIND = 5
 """A core applies a missed step in 0.75 ns per parameter. So this number of steps takes about the time in which a drive
 of 3 GB/s reads the parameter's 12 bytes. A load of the expert waits for this read anyway."""
 LAZY_FROM_SHARE = 0.2
-"""The least share of experts without tokens for lazy updates. With a smaller share, reading moments with weights in a
+"""Minimum share of experts without tokens for lazy updates. With a smaller share, reading moments with weights in a
 forward costs as much as it saves."""
 
 
@@ -170,9 +170,9 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
 def most_loaded(
     experts: ExpertsProfile, layer: int, num_ranks: int, *, num_local: int = 1, least_rows: int = 0
 ) -> float:
-    """Return the rows of the rank with the most rows, divided by the mean of all ranks, by the measured routing. A
-    layer waits for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the ``num_local``
-    ranks of a node balance their rows, in segments of at least this number of rows."""
+    """Return the rows of the rank with the most rows, divided by the mean of all ranks, according to the measured
+    routing. A layer waits for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the
+    ``num_local`` ranks of a node balance their rows, in segments of at least this number of rows."""
     chances = experts.chances or (experts.num_chosen / experts.num_experts,) * experts.num_experts
     owned = experts.owned(layer, num_ranks)
     loads = [num_ranks * math.fsum(chances[expert] for expert in own) for own in owned]

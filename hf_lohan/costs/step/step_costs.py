@@ -38,7 +38,7 @@ the other cores wait. Measured on two cores, which were busy for 6.1 of 7.0 core
 WORTH_PARKING = 0.99
 """Updates are parked if a step then takes less than this share of its time."""
 MORE_PARKED = 1.2
-"""Parked updates are at most this multiple of the updates that fit under the forward, if the rest fits under the
+"""Parked updates are at most this multiple of the updates that fit into the forward, if the rest fits into the
 backward. Rates of drives vary, so a few more updates keep them busy."""
 
 
@@ -267,7 +267,7 @@ class StepCosts:
 
     def parked_share(self, choice: Choice, clip: ClipMode, most: Values) -> Values:
         """Return the share of updates in backward to park, at most ``most``; 0 if parking does not pay. Parked updates
-        fit under the forward. The share is less if the rest of the updates fits under the backward."""
+        fit into the forward without making it longer. The share is less if the rest fits into the backward."""
         last = self._last_backward(choice)
         free = self._share_under(self._forward(choice), self._forward_under_update(choice))
         late = 1 - self._share_under(last, last + self._update_in_backward(choice, clip))

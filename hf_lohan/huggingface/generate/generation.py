@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _FACT = "generates"
 """Name of a fact in the commit: the fingerprint of the checkpoint's files."""
 _BUFFERS = "all_buffers.safetensors"
-"""File in the commit's journal with all buffers of the model, also buffers that are not in checkpoints."""
+"""File in the commit's journal with all buffers of the model, including those that are not in checkpoints."""
 _FILES = (".safetensors", ".bin", ".json")
 
 

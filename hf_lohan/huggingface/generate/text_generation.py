@@ -222,7 +222,7 @@ class _Streamer(TextStreamer):
 
 def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:
     """Return `read_bytes`, `missing_bytes` and `drive_bytes_per_s` of `GenerationFigures`, each the sum of all ranks.
-    ``read_bytes``: value of this rank. All ranks call this together, also ranks without missing bytes."""
+    ``read_bytes``: value of this rank. All ranks call this together, including ranks without missing bytes."""
     missing_bytes = bytes_per_token(engine.layout)
     links.barrier("the drives to be measured")  # all ranks measure at the same time, because they may share drives
     drive_bytes_per_s = _drive_bytes_per_s(engine) if missing_bytes else 0.0

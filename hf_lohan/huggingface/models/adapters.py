@@ -49,7 +49,7 @@ def check_kinds(configs: Iterable[Any]) -> None:
 
 
 def refuse_allocation(model: Any) -> None:
-    """Make the method with which AdaLoRA changes its ranks during a run raise ValueError."""
+    """Make AdaLoRA's `update_and_allocate`, which changes its ranks during a run, raise ValueError."""
     tuner: Any = getattr(model, "base_model", None)
     if hasattr(type(tuner), "update_and_allocate"):
         tuner.update_and_allocate = _refuse_allocation
@@ -178,7 +178,7 @@ def saves_adapters(model: Any) -> bool:
 
 
 def saved_adapters(model: Any, path: str | Path) -> dict[str, Path]:
-    """Return a dict from adapter to its folder, if a model is saved to ``path``. A model of transformers saves only its
+    """Return the folder of each adapter when a model is saved to ``path``. A model of transformers saves only its
     active adapter."""
     if not is_peft_model(model):
         return {model.active_adapters()[0]: Path(path)}

@@ -256,7 +256,7 @@ def _read_config(name: str, file: Path, source: str, code: Mapping[str, Any]) ->
         has_own = "AutoConfig" in (fields.get("auto_map") or {}) and fields.get("model_type") not in CONFIG_MAPPING
         if has_own and not code.get("trust_remote_code"):
             raise ValueError(
-                f"{name!r} is a model with code of its own, which would run on this machine; read that code, and give "
+                f"{name!r} is a model with custom code, which would run on this machine; read that code, and give "
                 "trust_remote_code=True (--trust_remote_code) if you trust it"
             )
         return AutoConfig.from_pretrained(source, **{"trust_remote_code": False, **code})
@@ -322,7 +322,7 @@ def _refuse_other_formats(name: str, files: Mapping[str, int]) -> None:
         others = _other_formats(files)
         raise ValueError(
             f"{name!r} has no safetensors files ({min(others) if others else 'no weights at all'}); load it with "
-            "transformers, save_pretrained it to a folder, and give that folder"
+            "transformers, save it with save_pretrained, and give that folder"
         )
 
 

@@ -60,7 +60,7 @@ def merge(
         kwargs: passed to the model class's `from_pretrained`, such as `revision` and `trust_remote_code`.
 
     Raises ValueError, before a weight is written, if the adapter or the base does not exist, if the base's weights have
-    other shapes, or if the adapter cannot be merged.
+    different shapes, or if the adapter cannot be merged.
     """
     refuse_placement(kwargs, "which a merge reads and writes one weight at a time")
     dtype = take_torch_dtype(kwargs, dtype)
@@ -136,7 +136,7 @@ def _with_saved_adapter(
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         if lines:
             raise ValueError(
-                f"the adapter {adapter!r} was trained over a model of other shapes than {base!r}: "
+                f"the adapter {adapter!r} was trained over a model whose shapes differ from {base!r}: "
                 f"{lines[0].rstrip('.')}; give the base of the training, or a base with the same shapes"
             ) from None
         if getattr(config, "init_lora_weights", True) not in (True, False):
@@ -156,7 +156,7 @@ def _with_saved_adapter(
     if others:
         has = "does not have" if missing else "also has"
         raise ValueError(
-            f"the adapter {adapter!r} was trained over another model than {base!r}: it {has} {others[0]}; give the "
+            f"the adapter {adapter!r} was trained over a different model than {base!r}: it {has} {others[0]}; give the "
             "base of the training, or a base with the same shapes"
         )
     return adapted

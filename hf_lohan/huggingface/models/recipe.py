@@ -130,7 +130,7 @@ class ModelRecipe:
         self.settings = self.form.settings(self.settings, self._compute_dtype, frozen)
 
     def _tie(self) -> None:
-        """Let tied weights be loaded once (`config_as_tied`)."""
+        """Make tied weights load once (`config_as_tied`)."""
         if ties_weights(self.config) and (self.checkpoint.missing or has_safetensors(self.checkpoint.folder)):
             build = partial(skeleton_of, self.model_class, dtype=self.dtype, code=self.checkpoint.code)
             self.checkpoint.fetch_weights(None, self.settings, self._links)

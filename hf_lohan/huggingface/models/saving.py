@@ -74,7 +74,7 @@ class StoredModel:
 
     model: Any
     access: Callable[[], ParameterAccess]
-    """Called anew for each weight, because an engine waits for the weight's updates in this call."""
+    """Called again for each weight, because an engine waits for the weight's updates in this call."""
     links: Links = field(default_factory=Links.alone)
     collective_reads: CollectiveReads | None = None
     """Set on rank 0 while it saves, if there are several ranks."""

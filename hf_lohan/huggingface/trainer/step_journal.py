@@ -69,8 +69,8 @@ class Termination:
 
     def any_rank_requested(self) -> bool:
         """Return whether any rank received SIGTERM. All ranks call this together, after the last step of training."""
-        wishes = self._links.all_gather("whether to end the run", _END if self.is_requested else b"")
-        return _END in wishes
+        requests = self._links.all_gather("whether to end the run", _END if self.is_requested else b"")
+        return _END in requests
 
     def __enter__(self) -> Termination:
         in_main = threading.current_thread() is threading.main_thread()

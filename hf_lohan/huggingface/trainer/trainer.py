@@ -447,7 +447,7 @@ class OffloadTrainerMixin(
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
         ranks = engine.links.ranks
-        suffix = f"_{ranks.rank}" if ranks.others else ""  # as Trainer names the file
+        suffix = f"_{ranks.rank}" if ranks.others else ""  # the file name that Trainer uses
         epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, suffix)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
         self._journal.resume(self._resume_point, resume_from_checkpoint)

@@ -174,8 +174,8 @@ class TrlModelsMixin(TrainerMixin):
 
 
 def initialize_before(trainer_class: type[Any]) -> None:
-    """Let a TRL class initialize offloading before its own constructor. Under `lohan launch` it derives from an
-    offloading Trainer. ``default_offload`` is the default of `offload=`."""
+    """Make a TRL class initialize offloading before its own constructor. Under `lohan launch`, this class derives from
+    an offloading Trainer."""
     stock_init = vars(trainer_class).get("__init__")
     names = names_of(stock_init) if stock_init is not None else None
     if stock_init is not None and names is not None:

@@ -32,7 +32,7 @@ class LayersOnPaper:
     """Number of elements of a token's keys and values in traced layers, and the bytes of an element."""
 
     def tokens_of_norms(self) -> int | None:
-        """Return the number of tokens in a chunk of norms behind the layers, or None if the layers run whole."""
+        """Return the number of tokens in a chunk of norms after the layers, or None if the layers run whole."""
         return self.chunk_tokens if self.layers.has_cut else None
 
     def cut(
@@ -135,7 +135,7 @@ def _sample(num_chunks: int, *, has_costs: bool) -> list[int]:
 
 def _around_last_growth(group: Sequence[TokenRange], most_earlier: int) -> list[int]:
     """Return the index of the last chunk that sees all earlier tokens, and the next index. A chunk sees at most
-    ``most_earlier`` tokens in a window. Costs are linear before and behind these chunks."""
+    ``most_earlier`` tokens in a window. Costs are linear before and after these chunks."""
     num_growing = sum(tokens.start <= most_earlier for tokens in group)
     return [num_growing - 1, num_growing] if num_growing < len(group) else []
 

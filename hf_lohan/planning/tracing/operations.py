@@ -288,7 +288,7 @@ def _is_mutable(func: Operation) -> bool:
 
 
 def _written_by(func: Operation, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the arguments that a call writes to. Not counted are `set_`, with which parametrizations keep the values,
+    """Yield the arguments that a call writes to. Does not count `set_`, which parametrizations use to keep the values,
     and calls that change only the shape of a view, such as `t_`."""
     if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags or operation_name(func) == "set_":
         return
@@ -422,7 +422,7 @@ def _run_on_fake_tensors(
 
 
 def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:
-    """Return whether torch cannot infer a grouped product's output shape, which it does only for bfloat16."""
+    """Return whether torch cannot infer a grouped product's output shape. It can only for bfloat16."""
     return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and a.dim() == 2
 
 

@@ -113,7 +113,7 @@ _NO_POSITIONS = ("prompt_encoder", "token_type", "segment")
 def _check_positions(model: Any, sequence_length: int) -> None:
     words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    # A tower for images has positions of its own, which a text does not use.
+    # A tower for images has its own positions, which a text does not use.
     for name, module in (decoder if isinstance(decoder, nn.Module) else model).named_modules():
         if module is words or any(other in name for other in _NO_POSITIONS):
             continue

@@ -299,8 +299,8 @@ class GradientExchange:
             return self._step not in self._abandoned
 
     def close(self) -> None:
-        """Take part in no more rounds. Before that, wait a moment for rounds of a step that has not ended. A rank that
-        waits for this rank later gets an error. Does nothing in a forked process."""
+        """Leave all later rounds. Before that, wait a moment for rounds of a step that has not ended. A rank that waits
+        for this rank later gets an error. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
         with self.waiting(), self._lock:
@@ -376,7 +376,7 @@ class GradientExchange:
         return bool(read or any(told))
 
     def _note(self, rank: int, step: int, what: str, details: list[int]) -> list[int]:
-        """Note a rank's news. Returns the keys of chunks that may be complete now."""
+        """Record a rank's news. Returns the keys of chunks that may be complete now."""
         of_step = self._steps[step]
         if what == "gradient":
             key, *told = details

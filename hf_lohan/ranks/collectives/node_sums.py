@@ -1,9 +1,9 @@
 """Adds the sums of a chunk's gradient of several nodes, at the rank that owns the chunk.
 
 On each node one rank, the chunk's collector, has the node's sum. The collectors exchange it piece by piece. When the
-owner has a piece of all nodes, it adds them in the order of nodes. Pieces of chunks with different owners go in one
-exchange, so links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If only
-rows of a table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
+owner has a piece of all nodes, it adds them in the order of nodes. Pieces of chunks with different owners are sent in
+one exchange, so links are busy in both directions. Two exchanges are in transit at once. A piece may be quantized. If
+only rows of a table were used, only the rows of its gradient that are not zero are sent, and `pack_rows` marks them.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def part_of_gradient(gradient: Gradient | NodeSum, start: int, stop: int) -> Gra
 
 
 def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
-    """Same as `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
+    """Same as `sum_in_rank_order_`, but parts may be coded. One part may be coded in the memory of ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if len(exact) == len(parts):
         return sum_in_rank_order_(out, exact, num_ranks)

@@ -87,14 +87,14 @@ class RowExchange:
             self._across = links.open_across("tokens across", carries="tokens", stops_compute=True)
 
     def close(self) -> None:
-        """Take part in no more calls."""
+        """Leave all later calls."""
         for lane in filter(None, (self._all, self._here, self._across)):
             lane.close()
 
     def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
-        """Meet all other ranks. Returns the call that runs now, and the parts of the ranks that have rows in it. The
-        call is ``own.call``, or an earlier recomputation of others. ``what`` names the rows for errors. Raises
-        RanksDisagreeError if a rank is in another call."""
+        """Synchronize with all other ranks. Returns the call that runs now, and the parts of the ranks that have rows
+        in it. The call is ``own.call``, or an earlier recomputation of others. ``what`` names the rows for errors.
+        Raises RanksDisagreeError if a rank is in another call."""
         numbers = (own.call.layer, own.call.kind, own.call.forward, own.flags, *own.num_rows)
         told = self._all.agree(what, struct.pack(f"<{len(numbers)}i", *numbers))
         parts = []

@@ -114,7 +114,7 @@ def _sum_quantize_kernel(
     ROWS: tl.constexpr, HALF: tl.constexpr, NUM_BITS: tl.constexpr, HIGHEST: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if IS_SPLIT:  # each half is a block of its own
+    if IS_SPLIT:  # each half is a separate block
         first = _load_sum_of_half(codes, scales, factor, 2 * row, num_in_blocks, HALF, NUM_BITS)
         second = _load_sum_of_half(codes, scales, factor, 2 * row + 1, num_in_blocks, HALF, NUM_BITS)
     else:

@@ -1,2 +1,2 @@
-"""Lanes between ranks, and the watch over them, with meeting, shared memory of a node, failures, and agreements of all
+"""Lanes between ranks, the watch over them, connections, shared memory of a node, failures, and agreements of all
 ranks."""

@@ -7,9 +7,9 @@ whether the step is skipped. Ranks whose hyperparameters differ end with an erro
 
 *A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
 because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
-waits for this agreement. It is a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank
-has begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit
-that all of them have. At most one commit is lost, and no rank coordinates.
+waits for this agreement. This write happens a whole forward later, so it hardly ever waits. So if some rank lacks
+commit k, no rank has begun to write k + 1, and commit k - 1 is complete on every rank. When ranks start again, they use
+the newest commit that all of them have. At most one commit is lost, and no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepAgreement:
         first applied step."""
 
     def compare_settings(self, settings: Callable[[], NamedValues]) -> None:
-        """Compare the values that ``settings`` returns in each step. They have the number of the step as "step"."""
+        """Compare the values that ``settings`` returns in each step. "step" must be the number of the step."""
         self._settings = settings
 
     def request_end(self) -> None:
@@ -201,7 +201,7 @@ def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -
 
 
 def _format_commits(commits: Sequence[tuple[str, int]]) -> str:
-    words = [f"commit {number} of start {group_id[:8]}" for group_id, number in commits if number]
+    words = [f"commit {number} (start {group_id[:8]})" for group_id, number in commits if number]
     return " and ".join(words) or "nothing"
 
 

@@ -54,7 +54,7 @@ class DeviceLane:
     """One rank's device in a group of its node's devices. One thread of the rank calls `run`."""
 
     def __init__(self, links: Links, device: Device, name: str) -> None:
-        """For `open`."""
+        """Only `open` calls this."""
         self._links, self._ranks = links, links.ranks
         self._lane = links.open_here(
             f"{name} of devices", carries="devices", connect=lambda *members: partial(device.open_group, *members)
@@ -146,7 +146,7 @@ class DeviceLane:
                     self._work.wait(_ENDS_WITHIN)
 
     def close(self) -> None:
-        """End an operation in progress with an error, and take part in no more."""
+        """End an operation in progress with an error, and begin no other."""
         if not self._is_closed:
             self._is_closed = True
             self._lane.close()

@@ -29,7 +29,7 @@ from hf_lohan.threads import Owner
 _SLICE = timedelta(milliseconds=100)
 _HEAD = struct.Struct("<IHf")
 _INLINE_BYTES = 246
-"""Bytes of tag and payload that go with the head. Longer payloads take a second collective."""
+"""Bytes of tag and payload that are sent with the head. Longer payloads take a second collective."""
 _SHAPE = struct.Struct("<qq")
 
 
@@ -198,7 +198,7 @@ class RankLane:
         return finish
 
     def _begin_exchange(self, tag: str, own: bytes, num_bytes: int) -> Callable[[], list[bytes]]:
-        # An all-to-all takes half the time of gloo's all_gather, which copies to memory of its own.
+        # An all-to-all takes half the time of gloo's all_gather, which copies to its own memory.
         num_members = len(self.members)
         mine = torch.frombuffer(bytearray(own.ljust(num_bytes, b"\0") * num_members), dtype=torch.uint8)
         rows = torch.empty(num_members, num_bytes, dtype=torch.uint8)
@@ -274,11 +274,11 @@ class RankLane:
         self._watch.note_closed(self.name)
 
     def stop(self) -> None:
-        """Let the threads that wait in the lane raise RankFailedError, within a slice."""
+        """Make the threads that wait in the lane raise RankFailedError, within a slice."""
         self._has_left = True
 
     def leave(self, *, has_failed: bool, until_s: float) -> None:
-        """Use the lane no more. Waits for threads in a call of the group, until the time ``until_s`` at most. If a rank
+        """Stop using the lane. Waits for threads in a call of the group, until the time ``until_s`` at most. If a rank
         has failed or a collective has not ended, the group stays for the rest of the process."""
         self.stop()
         # At the interpreter's end a thread of Python that returns from C++ would end the process by an abort.

@@ -1,7 +1,7 @@
 """One rank's connections to all others: its lanes, its watch, and the first failure of any rank.
 
-`connect` meets the other ranks once, through the store of torch.distributed's default group. The groups of the lanes
-trust their network, as all groups of torch.distributed do.
+`connect` connects to the other ranks once, through the store of torch.distributed's default group. The groups of the
+lanes trust their network, as all groups of torch.distributed do.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Links:
         exits: Mapping[int, int] | None = None,
         interfere: Callable[[str], object] = lambda lane: None,
     ) -> None:
-        """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
-        seconds that a rank may take to connect, or may be idle later while this rank waits for it. ``host``: the
-        address at which other ranks reach this rank, by default `outgoing_address`. ``exits``: see `Watch`.
-        ``interfere``: see `RankLane`. Raises RankTimeoutError."""
+        """Connect to the other ranks. ``store``: a store of torch.distributed, which no other connections use.
+        ``timeout_s``: seconds that a rank may take to connect, or may be idle later while this rank waits for it.
+        ``host``: the address at which other ranks reach this rank, by default `outgoing_address`. ``exits``: see
+        `Watch`. ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks
         self._owner = Owner()
         self._failure = FirstRankFailure(ranks.rank)

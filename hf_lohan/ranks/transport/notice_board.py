@@ -64,7 +64,7 @@ class NoticeBoard:
         self._thread: threading.Thread | None = None
 
     def write_first(self) -> None:
-        """Write the first notice, so that every rank that others have met has a notice."""
+        """Write the first notice, so that every connected rank has a notice."""
         self._write()
 
     def start(self, on_lost: Callable[[RuntimeError], None]) -> None:

@@ -1,11 +1,11 @@
 """Exchanges that any rank may begin, and that all ranks carry out together, one round after the other.
 
-Each rank has a thread and a lane for them. In a round every rank sends its *head*, with its wish and its progress, and
-then all ranks do the same work for all heads. A rank enters a round when its head has changed, or when it waits for
-others. If its own computation waits for other ranks, or has wanted nothing for a while, the rank enters too, and serves
-them. So ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
+Each rank has a thread and a lane for them. In a round every rank sends its *head*, with its request and its progress,
+and then all ranks do the same work for all heads. A rank enters a round when its head has changed, or when it waits for
+others. If its own computation waits for other ranks, or has requested nothing for a while, the rank enters too, and
+serves them. So ranks whose passes differ exchange nothing twice, and do not wait for each other forever.
 
-*No wait is circular.* Every rank reaches its next round by itself, because its computation continues until it wants
+*No wait is circular.* Every rank reaches its next round by itself, because its computation continues until it requests
 something, waits for another rank, runs no pass, or is idle for a while. In all these cases its thread enters.
 """
 
@@ -28,11 +28,11 @@ _WAITS_S = 0.1
 _BETWEEN_PASSES_S = 5.0
 """Seconds between two passes after which a rank serves others."""
 _AT_LAST_S = 30.0
-"""Seconds without a wish of its own after which a rank serves others in any case."""
+"""Seconds without a request of its own after which a rank serves others in any case."""
 _CLOSES_WITHIN_S = 2.0
 """Seconds that `close` waits for the other ranks to close."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
-"""Pauses after rounds in which no rank had news."""
+"""Pauses after rounds in which no head changed."""
 
 
 class Rounds(ABC):
@@ -49,11 +49,11 @@ class Rounds(ABC):
         self._told = b""
         self._told_by_all: list[bytes] = []
         self._num_idle = 0
-        """Number of rounds since a rank had news."""
+        """Number of rounds since a head changed."""
         self.serves = False
-        """Whether this rank's computation waits for others, or has wanted nothing for a while."""
-        self.last_wish_s = time.monotonic()
-        """When this rank last wanted something."""
+        """Whether this rank's computation waits for others, or has requested nothing for a while."""
+        self.last_request_s = time.monotonic()
+        """When this rank last requested something."""
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -96,7 +96,7 @@ class Rounds(ABC):
     def head(self) -> bytes:
         """Return this rank's head. Called with the lock held."""
 
-    def news_of(self, head: bytes) -> bytes:
+    def urgent_part(self, head: bytes) -> bytes:
         """Return the part of a head that others must know soon. The rest may wait for a later round."""
         return head
 
@@ -128,9 +128,9 @@ class Rounds(ABC):
                 head = self._next_head()
                 with self.shown_wait():
                     heads = self._lane.agree(f"the next {self._lane.name}", head)
-                has_news = heads != self._told_by_all
-                self._num_idle = 0 if has_news else self._num_idle + 1
-                self._told, self._told_by_all = self.news_of(head), heads
+                has_changed = heads != self._told_by_all
+                self._num_idle = 0 if has_changed else self._num_idle + 1
+                self._told, self._told_by_all = self.urgent_part(head), heads
                 goes_on = self.carry_out(heads)
         except LaneClosedError:
             pass
@@ -155,7 +155,7 @@ class Rounds(ABC):
                 serves_in_s = self._serves_in_s(now_s)
                 self.serves = serves_in_s <= 0
                 head = self.head()
-                if self.news_of(head) != self._told:
+                if self.urgent_part(head) != self._told:
                     return head
                 left_s = 0.0 if self.is_closed or self.is_waiting() else serves_in_s
                 if self._num_idle:
@@ -171,7 +171,7 @@ class Rounds(ABC):
         if (since_s := self._links.watch.waiting_since_s) is not None:
             return since_s + _WAITS_S - now_s
         patience_s = _BETWEEN_PASSES_S if self.is_between_passes() else _AT_LAST_S
-        return self.last_wish_s + patience_s - now_s
+        return self.last_request_s + patience_s - now_s
 
 
 def _notify(rounds: Rounds | None) -> None:

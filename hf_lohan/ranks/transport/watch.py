@@ -58,7 +58,7 @@ class Watch:
         timeout_s: float,
         exits: Mapping[int, int] | None = None,
     ) -> None:
-        """``store``: the launcher's store, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds
+        """``store``: the launcher's store, with a separate prefix for this call of `connect`. ``timeout_s``: seconds
         that a rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable
         when the rank has ended, by default of the other processes of this node. The watch closes them."""
         self.ranks = ranks
@@ -107,7 +107,7 @@ class Watch:
         self._board.start(self._on_lost_store)
 
     def start(self, until_s: float) -> None:
-        """Meet the other ranks. Raises RankTimeoutError if a rank is missing at ``until_s`` (`time.monotonic`)."""
+        """Connect all ranks. Raises RankTimeoutError if a rank is missing at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
@@ -153,7 +153,7 @@ class Watch:
             self.raise_cause(f"rank {rank} to connect", error)
 
     def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
-        """Meet the members of a new lane. Returns their store with its own client, because a wait locks a client."""
+        """Connect the members of a new lane. Returns their store with its own client, because a wait locks a client."""
         self._members[name] = members
         self._positions[name] = 0, ""  # this also names the members to ranks that are not members
         if stops_compute:
@@ -175,7 +175,7 @@ class Watch:
             self.beat()
 
     def note_closed(self, lane: str) -> None:
-        """Note that this rank takes part in no later operation of a lane."""
+        """Record that this rank takes part in no later operation of a lane."""
         self._closed.append(lane)
 
     @contextmanager

@@ -70,7 +70,7 @@ def test_true_without_a_gpu_is_refused_before_anything_is_written(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         open_engine(model, layout, config)
     assert str(caught.value) == (
-        "gpu_direct: true cannot be followed, because there is no GPU; set gpu_direct to auto or false"
+        "gpu_direct: true cannot be used, because there is no GPU; set gpu_direct to auto or false"
     )
     assert not list(tmp_path.iterdir())
 
@@ -159,5 +159,5 @@ def test_a_gpu_with_other_checksums_is_a_problem(tmp_path: Path, monkeypatch: py
     assert right.problem in ("", "the file system has no O_DIRECT")
     monkeypatch.setattr(Xxh3Hasher, "hashes", lambda *args: hashes(*args) ^ 1)
     wrong = try_folder(CpuDevice(), backend, str(tmp_path), num_bytes=1 << 20)
-    assert wrong.problem == "the GPU computes other checksums than the CPU"
+    assert wrong.problem == "the GPU computes different checksums than the CPU"
     backend.close_library()

@@ -40,7 +40,7 @@ def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> N
 
 
 def test_lifetimes_of_a_plan_in_chunks_say_that_they_are_of_whole_layers(tiny: str, tmp_path: Path) -> None:
-    sizes, sentence = {"batch_size": 1, "seq_len": 64}, "The table is of whole layers"
+    sizes, sentence = {"batch_size": 1, "seq_len": 64}, "The table is for whole layers"
     for setting in ("false", "16"):
         settings = tmp_path / f"{setting}.yaml"
         settings.write_text(f"chunks.layers: {setting}\n")

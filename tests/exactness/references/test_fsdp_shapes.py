@@ -1,5 +1,5 @@
 """The shapes of models in torch's tests of FSDP, as layers: shared parameters, nested modules, late copies, parameters
-that are frozen here and there, experts of another width. All train as in memory, to the bit.
+that are frozen here and there, experts of another width. All train as in memory, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All optimizers and arguments of torch's own tests (`optim_db`), offloaded: equal to torch to the bit, or refused by
+"""All optimizers and arguments of torch's own tests (`optim_db`), offloaded: equal to torch bit for bit, or refused by
 name.
 """
 

@@ -1,4 +1,4 @@
-"""Two processes of `lohan launch` over a packed base equal one process that accumulates their batches, to the bit."""
+"""Two processes of `lohan launch` over a packed base equal one process that accumulates their batches, bit for bit."""
 
 from __future__ import annotations
 

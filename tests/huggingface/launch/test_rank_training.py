@@ -1,4 +1,4 @@
-"""Trainer in two processes equals a stock process that accumulates the same batches, to the bit."""
+"""Trainer in two processes equals a stock process that accumulates the same batches, bit for bit."""
 
 from __future__ import annotations
 

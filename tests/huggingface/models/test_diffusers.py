@@ -1,4 +1,4 @@
-"""Diffusion transformers in a loop with Accelerate equal torch to the bit and are saved as diffusers loads them."""
+"""Diffusion transformers in a loop with Accelerate equal torch bit for bit and are saved as diffusers loads them."""
 
 from __future__ import annotations
 

@@ -388,9 +388,7 @@ def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(load_streamed: Loa
         lambda: hf_lohan.load_for_generation(with_code, BUDGETS, max_length=8),
         lambda: plan_run(PlanRequest(model=str(with_code), hardware=HARDWARE)),
     ):
-        with pytest.raises(
-            ValueError, match=r"is a model with code of its own, .* give trust_remote_code=True"
-        ) as caught:
+        with pytest.raises(ValueError, match=r"is a model with custom code, .* give trust_remote_code=True") as caught:
             call()
         assert "\n" not in str(caught.value)
 

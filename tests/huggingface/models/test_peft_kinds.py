@@ -208,7 +208,7 @@ def test_projections_of_vera_that_a_model_does_not_have_are_refused(
     stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
     assert_same_tensors(load_file(tmp_path / "merged" / "model.safetensors"), saved(stock, tmp_path / "expected"))
     changes = True
-    with pytest.raises(ValueError, match=r"trained over another model than .*: it also has base_model\.vera_B"):
+    with pytest.raises(ValueError, match=r"trained over a different model than .*: it also has base_model\.vera_B"):
         hf_lohan.merge(adapter, base, tmp_path / "other")
 
 
@@ -318,9 +318,12 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": 48, "num_attention_heads": 4}, "of other shapes than .*: size mismatch for .*q_proj.lora_A"),
-        ({"num_hidden_layers": 1}, "over another model than .*: it also has .*layers.1"),
-        ({"num_hidden_layers": 3}, "over another model than .*: it does not have .*layers.2"),
+        (
+            {"hidden_size": 48, "num_attention_heads": 4},
+            "whose shapes differ from .*: size mismatch for .*q_proj.lora_A",
+        ),
+        ({"num_hidden_layers": 1}, "over a different model than .*: it also has .*layers.1"),
+        ({"num_hidden_layers": 3}, "over a different model than .*: it does not have .*layers.2"),
     ],
 )
 def test_a_base_of_other_shapes_is_refused(settings: Any, message: str, adapter: Path, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_run_out_of_device_memory_says_what_to_change_and_resumes(
         broken.train()
     (said,) = raised.value.args
     assert said.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
-    assert "The plan counts on" in said and "slots" in said and "for batches of 2 x" in said
+    assert "The plan needs" in said and "slots" in said and "for batches of 2 x" in said
     assert "se a smaller batch size or shorter sequences" in said
     broken.offload_engine.close()
 

@@ -82,14 +82,14 @@ class TaskGraph:
         return number
 
     def link(self, before: int | None, after: int) -> None:
-        """Let the task ``after`` begin only when the task ``before`` has ended. None is no task."""
+        """Make the task ``after`` begin only when the task ``before`` has ended. None is no task."""
         if before is not None:
             self._after[before].append(after)
             self._before[after].append(before)
             self._num_before[after] += 1
 
     def skip_unless_ended(self, task: int, other: int) -> None:
-        """Let a task take no time if ``other`` has not ended by the time when the task could begin."""
+        """Make a task take no time if ``other`` has not ended by the time when the task could begin."""
         self._only_if_ended[task] = other
 
     def last_before(self, task: int, ends_s: list[float]) -> int | None:
@@ -119,7 +119,7 @@ class _Run:
         self._shared: list[tuple[float, int]] = []
         """Heap of (value of `_core_s` at which the task ends, task), for tasks on shared lanes."""
         self._core_s = 0.0
-        """Seconds of work that a shared lane would have done so far if it was always busy."""
+        """Seconds of work that a shared lane would have done so far if it had always been busy."""
         self._now = 0.0
         self._chosen: int | None = None
         """The next task of the drives, if they look ahead."""

@@ -471,7 +471,7 @@ class StepTasks:
     # Memory.
 
     def _note_work(self, work: BlockWork, forward: tuple[int, int], backward: tuple[int, int]) -> None:
-        """Note the device memory that computing a block takes and frees."""
+        """Record the device memory that computing a block takes and frees."""
         swapped_bytes = (work.ram_bytes + work.spilled_bytes) * work.device_share
         if work.is_layer:
             self._change("device", forward[0], False, work.output_bytes)
