@@ -10,6 +10,8 @@ from hf_lohan.device import available_host_memory_bytes
 from hf_lohan.hardware import anonymous_memory_bytes
 from hf_lohan.threads import return_freed_memory
 
+_FEW_HOLES_BYTES = 256 << 20
+"""Holes that the first step may leave in any case, because to return them in each step made a step 5% longer."""
 _LITTLE_SHARE = 40
 """1 / `_LITTLE_SHARE` of the RAM of a process is little."""
 
@@ -18,8 +20,9 @@ class ProcessMemory:
     """The RAM of this process.
 
     Freed tensors leave holes in the heap. glibc before 2.38 needs a larger hole for a tensor of the same size, to align
-    it, so holes grow to 1.5 times the tensors. Steps without holes would be longer, because new tensors would take new
-    pages. So the first step may leave holes, as large as the tensors together, and later steps a little more.
+    it, so holes grow to up to twice the tensors. Steps without holes would be longer, because new tensors would take
+    new pages. So the first step may leave holes as large as the tensors together, or `_FEW_HOLES_BYTES` if that is
+    more. Later steps may leave a little more.
     """
 
     def __init__(self, activation_ram_bytes: int, num_local: int) -> None:
@@ -72,7 +75,7 @@ class ProcessMemory:
         if self._is_first_step:
             self._first_step_bytes = max(self._first_step_bytes, now_bytes)
             left_bytes = self._free_bytes - (self._needed_bytes - self._beside_bytes)
-            most_bytes = self._needed_bytes + max(0, min(self._tensors_bytes, left_bytes // 2))
+            most_bytes = self._needed_bytes + max(0, min(max(self._tensors_bytes, _FEW_HOLES_BYTES), left_bytes // 2))
         else:
             most_bytes = max(self._needed_bytes, self._first_step_bytes) + self._little_bytes
         if now_bytes > max(most_bytes, self._returned_to_bytes + self._little_bytes):
