@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import itertools
 import re
@@ -280,3 +281,37 @@ def test_the_optimizer_that_was_prepared_refuses_too(make: Make) -> None:
     with pytest.raises(ValueError, match=STATES):
         loop.given_optimizer.state.clear()
     assert copy.deepcopy(loop.given_optimizer.state) == {}
+
+
+def test_the_optimizer_that_was_prepared_saves_and_loads_its_settings(make: Make) -> None:
+    loop = make(tiny_model("llama"))
+    loop.given_optimizer.param_groups[0]["lr"] = 0.25
+    saved = copy.deepcopy(loop.given_optimizer.state_dict())
+    assert saved == loop.optimizer.state_dict() and not saved["state"]
+    loop.given_optimizer.param_groups[0]["lr"] = 0.5
+    loop.given_optimizer.load_state_dict(saved)
+    assert loop.optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("is_nested", [True, False], ids=["nested", "announced"])
+def test_no_sync_leaves_what_was_announced(is_nested: bool, make: Make) -> None:
+    """A step has three backwards, the first two of which are not final."""
+    stock, ours = make(tiny_model("llama"), is_stock=True), make(tiny_model("llama"))
+    engine = ours.accelerator.offload_engine
+
+    @contextlib.contextmanager
+    def announced() -> Iterator[None]:
+        engine.announce_backward(is_final=False)
+        yield
+        engine.announce_backward(is_final=True)
+
+    for seed in range(2):
+        stock.accelerator.backward(stock.model(**tiny_batch(seed=seed)).loss)
+    with ours.accelerator.no_sync(ours.model) if is_nested else announced():
+        with ours.accelerator.no_sync(ours.model):
+            ours.accelerator.backward(ours.model(**tiny_batch(seed=0)).loss)
+        assert not engine.announce_backward(is_final=False)
+        ours.accelerator.backward(ours.model(**tiny_batch(seed=1)).loss)
+    assert engine.announce_backward(is_final=True)
+    found, expected = (loop.end_step(loop.model(**tiny_batch(seed=2)).loss) for loop in (ours, stock))
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
