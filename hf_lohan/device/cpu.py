@@ -32,8 +32,8 @@ class _Reached(Event, Stamp):
 
 
 def _in_ram(memory: Tensor) -> Tensor:
-    """Take RAM for all pages of new memory at once, as pinning does. Memory that is too much for the machine is then
-    refused at the start of a run and not in a later step."""
+    """Take RAM for all pages of new memory at once, as pinning does. If the machine has too little, the kernel ends
+    the process at the start of a run and not in a later step."""
     memory[:: mmap.PAGESIZE] = 0
     return memory
 

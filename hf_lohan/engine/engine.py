@@ -200,9 +200,10 @@ class OffloadEngine:
         """Raise ValueError if the optimizer's groups have changed and do not fit the store."""
         self._groups.follow_optimizer(may_be_without_group=True)
 
-    def announce_backward(self, *, is_final: bool) -> None:
-        """Set whether later backwards are the last of their step, in a loop without an `Accelerator`."""
-        self._pass.announce_backward(is_final=is_final)
+    def announce_backward(self, *, is_final: bool) -> bool:
+        """Set whether later backwards are the last of their step, in a loop without an `Accelerator`. Returns what was
+        set before."""
+        return self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
         """Finish the step. Updates that needed the norm may still run during the next forward, which waits for each

@@ -258,9 +258,10 @@ class ModelPass:
 
     # Backward.
 
-    def announce_backward(self, *, is_final: bool) -> None:
-        """Set whether later backwards may be the last of a step."""
-        self._is_announced_final = is_final
+    def announce_backward(self, *, is_final: bool) -> bool:
+        """Set whether later backwards may be the last of a step. Returns what was set before."""
+        before, self._is_announced_final = self._is_announced_final, is_final
+        return before
 
     def begin_head(self) -> None:
         """Begin or continue the backward of a head while other forwards run."""

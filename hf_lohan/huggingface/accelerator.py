@@ -134,14 +134,13 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def no_sync(self, model: Any) -> Iterator[None]:
         """Same as in accelerate: a backward within this context is not the last of its step."""
         engine = engine_of(model)
-        if engine is not None:
-            engine.announce_backward(is_final=False)
+        was_final = engine is not None and engine.announce_backward(is_final=False)
         try:
             with super().no_sync(model):
                 yield
         finally:
             if engine is not None:
-                engine.announce_backward(is_final=True)
+                engine.announce_backward(is_final=was_final)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""

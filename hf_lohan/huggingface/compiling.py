@@ -23,6 +23,7 @@ from hf_lohan.compat.torch_private import allow_graphs, compilers, is_dispatched
 from hf_lohan.compat.transformers_private import cache_among, own_forward, runs_as_checkpoint
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.offloaded_model import keep_activations_beside_cache
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planning import RunPlan
 from hf_lohan.ranks import check_equal
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that record CUDA graphs."""
+_IS_COMPILED = "because layers with a cache are not compiled; call the model with use_cache=True"
 _MOST_GRAPHS = 64
 """Maximum number of graphs for a kind of layer. Graphs depend on windows, training, lengths and frozen weights."""
 
@@ -103,6 +105,8 @@ def compile_model(engine: OffloadEngine, plan: RunPlan | None, plugin: TorchDyna
     for module in (*layers, *_regions_outside_layers(engine)):
         module.forward = functools.partial(_forward, forms, module)
     if getattr(getattr(engine.model, "config", None), "use_cache", False):
+        if engine.config.activations == "keep":
+            keep_activations_beside_cache(engine.model, _IS_COMPILED)
         engine.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     if plan is not None:
         plan.compile_layers()

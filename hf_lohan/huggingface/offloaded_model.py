@@ -37,7 +37,7 @@ from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_st
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.ranks import generate_together
-from hf_lohan.model import has_adapters, is_of_peft, is_peft_model, wrapped_models
+from hf_lohan.model import base_of, has_adapters, is_of_peft, is_peft_model, wrapped_models
 from hf_lohan.planning import RunPlan, chunked_loss_of
 from hf_lohan.planning.run_plan import CHUNKS_NAME
 
@@ -173,52 +173,83 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     the layers, and keeps or swaps activations as planned."""
     run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
-    for whole in wrapped_models(model):
-        _keep_activations_beside_cache(whole)
+    keep_activations_beside_cache(model, _IS_RECOMPUTED)
+
+
+class _NoCacheError(ValueError, AttributeError):
+    """Shows the message of `_NoCache`. `hasattr` takes an AttributeError for "no", so libraries may probe outputs."""
 
 
 class _NoCache:
     """Stands for the key-value cache of a training forward, which recomputed layers do not fill."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         self.refuse()
 
+    def __getitem__(self, index: Any) -> NoReturn:  # also called by `iter`
+        self.refuse()
+
+    def __len__(self) -> NoReturn:
+        self.refuse()
+
+    def __bool__(self) -> bool:
+        return True
+
     def refuse(self) -> NoReturn:
-        raise ValueError(
-            "a training forward has filled no key-value cache, because its layers are recomputed in the backward; call "
-            "the model with use_cache=True, which keeps the activations of this forward, or set activations: keep"
-        )
+        raise _NoCacheError(f"a training forward has filled no key-value cache, {self._why}")
 
 
-def _keep_activations_beside_cache(model: nn.Module) -> None:
+_IS_RECOMPUTED = (
+    "because its layers are recomputed in the backward; call the model with use_cache=True, which keeps the "
+    "activations of this forward, or set activations: keep"
+)
+
+
+def keep_activations_beside_cache(model: nn.Module, why_none: str) -> None:
     """Run training forwards with a key-value cache without recomputation, because transformers takes the cache away
     from layers that are recomputed. A forward that was not asked for a cache returns a `_NoCache` if stock transformers
-    returns a cache."""
+    returns a cache. ``why_none``: what its message says."""
+    for whole in wrapped_models(model):
+        _hook_forwards(whole, base_of(model), why_none)
+
+
+def _hook_forwards(model: nn.Module, base: nn.Module, why_none: str) -> None:
     kept: list[Any] = []
-    asking: set[int] = set()
-    """Threads whose forward has a cache. Micro-batches that run together have a thread each."""
+    choices: dict[threading.Thread, bool | None] = {}
+    """Whether the caller of each running forward wants a cache, or None for the default. Micro-batches that run
+    together have a thread each."""
+
+    def recompute_again() -> None:
+        for thread in [thread for thread in list(choices) if not thread.is_alive()]:
+            choices.pop(thread, None)
+        if not any(choices.values()):
+            for module in kept:
+                module.gradient_checkpointing = True
+            kept.clear()
 
     def before(_model: nn.Module, _args: Any, kwargs: Any) -> None:
         cache = cache_among(kwargs)
         if isinstance(cache, _NoCache):
             cache.refuse()
-        if torch.is_grad_enabled() and (cache is not None or kwargs.get("use_cache")):
-            asking.add(threading.get_ident())
+        own = threading.current_thread()
+        choices.pop(own, None)
+        recompute_again()  # torch does not call `after` if a BaseException, such as an interrupt, ends a forward
+        choices[own] = True if cache is not None else kwargs.get("use_cache")
+        if torch.is_grad_enabled() and choices[own]:
             kept.extend(module for module in model.modules() if vars(module).get("gradient_checkpointing"))
             for module in kept:
                 module.gradient_checkpointing = False
 
-    def after(_model: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
-        is_by_default = threading.get_ident() not in asking and kwargs.get("use_cache") is None
-        if is_by_default and torch.is_grad_enabled() and model.training and fills_cache(model):
-            put_cache(output, _NoCache())
-        asking.discard(threading.get_ident())
-        if not asking:
-            for module in kept:
-                module.gradient_checkpointing = True
-            kept.clear()
+    def after(_model: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        is_by_default = choices.pop(threading.current_thread(), False) is None  # other hooks may have changed kwargs
+        if is_by_default and torch.is_grad_enabled() and model.training and fills_cache(base):
+            put_cache(output, _NoCache(why_none))
+        recompute_again()
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)

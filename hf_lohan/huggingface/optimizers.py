@@ -256,8 +256,11 @@ def _defaults_by_rule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Make ``optimizer`` add groups to its replacement ``taken``, and free the states of ``optimizer``."""
+    """Make ``optimizer`` save, load and add groups as its replacement ``taken``, and free the states of
+    ``optimizer``."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
+    optimizer.state_dict = taken.state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = taken.load_state_dict  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
     optimizer.state = taken.state  # Adagrad allocates states when it is created
     mark_optimizer_stepped(optimizer)  # keeps its scheduler from warning

@@ -81,9 +81,9 @@ class MicroBatchRun:
             return result
 
         self._lockstep = lockstep = Lockstep([partial(run, n) for n in range(len(micro_batches))], contexts)
-        joint = JointForward(parts, lockstep, separate_heads=self._separate_heads)
-        buffers = [(name, buffer, version_of(buffer)) for name, buffer in parts.model.named_buffers()]
         try:
+            joint = JointForward(parts, lockstep, separate_heads=self._separate_heads)
+            buffers = [(name, buffer, version_of(buffer)) for name, buffer in parts.model.named_buffers()]
             parts.model_pass.begin_forward(is_training=True)
             with parts.using_forward_pass(joint):
                 with joint.forwards():

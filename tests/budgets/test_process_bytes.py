@@ -1,4 +1,4 @@
-"""A run says how much RAM its process takes in all, and takes as much."""
+"""A run says how much RAM its process takes in all, and takes no more, and not much less."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from python_runs import run_python
 
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.wording import format_bytes
 
 SCRIPT = Path(__file__).with_name("train_as_said.py")
-TOLERANCE = 0.03
+MOST_FRACTION = 1.03
+"""Of the RAM that a run says."""
+LEAST_FRACTION = 0.85
+"""Versions of glibc return different memory to the system."""
 
 
 def test_a_run_takes_the_ram_that_it_says(tmp_path: Path) -> None:
@@ -25,4 +27,4 @@ def test_a_run_takes_the_ram_that_it_says(tmp_path: Path) -> None:
     result = json.loads(output.split("RESULT ")[1])
     said_bytes, peak_bytes = result["planned_process_bytes"], result["peak_anon_rss_bytes"]
     assert said[1] == format_bytes(said_bytes)
-    assert peak_bytes == pytest.approx(said_bytes, rel=TOLERANCE), result
+    assert LEAST_FRACTION * said_bytes <= peak_bytes <= MOST_FRACTION * said_bytes, result

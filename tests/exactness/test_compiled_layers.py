@@ -242,6 +242,30 @@ def test_many_shapes_and_caches_are_compiled(activations: str, tmp_path: Path) -
     engine.close()
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["plain", "adapters"])
+def test_a_cache_by_default_is_not_taken_for_none(with_adapters: bool, activations: str, tmp_path: Path) -> None:
+    """The next forward would train other numbers without the cache."""
+    ours = tiny_model("llama", use_cache=True)
+    if with_adapters:
+        ours = get_peft_model(ours, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    engine = offload_model(
+        ours.train(),
+        OffloadConfig.load({"ssd": str(tmp_path), **SMALL, "activations": activations}),
+        torch_device="cpu",
+        default_ssd_path=tmp_path,
+    )
+    compile_model(engine, run_plan_of(engine), TorchDynamoPlugin(backend="eager"))
+    ids = tiny_batch()["input_ids"]
+    first = ours(input_ids=ids[:, :8])
+    with pytest.raises(ValueError, match=r"no key-value cache.*with use_cache=True"):
+        ours(input_ids=ids[:, 8:], past_key_values=first.past_key_values)
+    asked = ours(input_ids=ids[:, :8], use_cache=True)
+    assert asked.past_key_values.get_seq_length() == 8
+    assert ours(input_ids=ids[:, :8], use_cache=False).past_key_values is None
+    engine.close()
+
+
 @pytest.mark.slow
 def test_generation_is_eager(tmp_path: Path) -> None:
     """GPT-2 gets its cache by position."""
