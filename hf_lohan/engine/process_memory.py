@@ -10,7 +10,7 @@ from hf_lohan.device import available_host_memory_bytes
 from hf_lohan.hardware import anonymous_memory_bytes
 from hf_lohan.threads import return_freed_memory
 
-_FEW_HOLES_BYTES = 256 << 20
+_FEW_HOLES_BYTES = 384 << 20
 """Holes that the first step may leave in any case, because to return them in each step made a step 5% longer."""
 _LITTLE_SHARE = 40
 """1 / `_LITTLE_SHARE` of the RAM of a process is little."""
