@@ -266,11 +266,22 @@ def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> 
 
 
 def _digest(weight: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(_bytes_of(weight))
+    return xxhash.xxh3_64_digest(_flat_bytes(weight.detach().cpu()).numpy().data)
 
 
-def _bytes_of(weight: Tensor) -> memoryview:
-    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _bytes_on_host(tensors: Iterable[Tensor]) -> list[memoryview]:
+    """Return the bytes of small tensors. Those of one device are joined there, because the host waits for each copy."""
+    parts = [_flat_bytes(tensor) for tensor in tensors]
+    for device in {part.device for part in parts if part.device.type != "cpu"}:
+        places = [place for place, part in enumerate(parts) if part.device == device]
+        joined = torch.cat([parts[place] for place in places]).cpu()
+        for place, part in zip(places, joined.split([parts[place].numel() for place in places]), strict=True):
+            parts[place] = part
+    return [part.numpy().data for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +384,7 @@ class RankBatches:
         model = self._model() if follows else None
         buffers = dict(model.named_buffers()) if model is not None else {}
         forms = {name: f"{dtype_name(buffer.dtype)} {list(buffer.shape)}" for name, buffer in buffers.items()}
-        digests = b"".join(map(_digest, buffers.values()))
+        digests = b"".join(map(xxhash.xxh3_64_digest, _bytes_on_host(buffers.values())))
         told = own + xxhash.xxh3_64_digest(repr(forms).encode() + digests) if follows else own
         answers = self._links.all_gather("the lengths of batches of a forward", told)
         if min(map(len, answers)) > _SHAPE.size:
@@ -396,7 +407,7 @@ class RankBatches:
             for buffer, place in zip(buffers, places, strict=True)
             if len({of_rank[place : place + _DIGEST_BYTES] for of_rank in of_ranks}) > 1
         ]
-        own = b"".join(_bytes_of(buffer) for buffer in differing) if self._links.ranks.rank == 0 else b""
+        own = b"".join(_bytes_on_host(differing)) if self._links.ranks.rank == 0 else b""
         of_rank_0 = bytearray(self._links.all_gather("the model's buffers of rank 0", own)[0])
         if self._links.ranks.rank == 0:
             return
