@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -201,6 +201,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def version_of(tensor: Tensor) -> int:
     """Return how often the tensor or an alias of it was written to."""
     return int(tensor._version)
+
+
+def writing_in_same_version(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Have writes to the tensors in this context not count in `version_of`, as DDP's copies of buffers do not."""
+    context: AbstractContextManager[object] = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return context
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -142,6 +142,7 @@ class FollowedPlan:
     def see_batch(self, shape: StepShape | None) -> None:
         """Begin a training forward. ``shape`` is None if the batch has no token ids. All ranks call this together.
         Raises BudgetError if `device_memory` has a size, and the step needs more."""
+        self.memory.own_shape = shape
         shape = self._longest_of_ranks(shape, self._has_no_gradients)
         self._has_no_gradients = False  # micro-batches that run together begin one step
         self.memory.last_shape = shape

@@ -60,7 +60,10 @@ class PlannedMemory:
         self._must_fit = config.device_memory != AUTO
         self._planned: PlannedStep | None = None
         self.last_shape: StepShape | None = None
-        """Shape of the last training forward, or None if its batch had no token ids."""
+        """Shape of the last training forward, or None if its batch had no token ids. It covers the batches of all
+        ranks."""
+        self.own_shape: StepShape | None = None
+        """Like `last_shape`, but of this rank's batch alone."""
         self.out_of_memory = OutOfMemoryAdvice(config, lambda: (self._planned, self.last_shape))
         """Adds advice to errors of a step."""
         self._tiers = tiers
@@ -178,8 +181,8 @@ class PlannedMemory:
     @property
     def saved_share(self) -> float:
         """The bytes that compiled layers saved in the last forward, in units of the planned bytes. 1.0 if they saved
-        nothing, or if the last batch did not have the planned shape."""
-        planned, shape, saved = self._planned, self.last_shape, self._activations.graph_bytes
+        nothing, or if this rank's last batch did not have the planned shape."""
+        planned, shape, saved = self._planned, self.own_shape, self._activations.graph_bytes
         if planned is None or shape is None or shape.size != planned.shape.size:
             return 1.0
         planned_bytes = sum(self.sizes.get(name, {}).get(GRAPH, 0) for name in saved)

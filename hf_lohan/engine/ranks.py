@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from hf_lohan.compat.torch_private import writing_in_same_version
 from hf_lohan.config import Collectives, ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
@@ -265,11 +266,22 @@ def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> 
 
 
 def _digest(weight: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(_bytes_of(weight))
+    return xxhash.xxh3_64_digest(_flat_bytes(weight.detach().cpu()).numpy().data)
 
 
-def _bytes_of(weight: Tensor) -> memoryview:
-    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _bytes_on_host(tensors: Iterable[Tensor]) -> list[memoryview]:
+    """Return the bytes of small tensors. Those of one device are joined there, because the host waits for each copy."""
+    parts = [_flat_bytes(tensor) for tensor in tensors]
+    for device in {part.device for part in parts if part.device.type != "cpu"}:
+        places = [place for place, part in enumerate(parts) if part.device == device]
+        joined = torch.cat([parts[place] for place in places]).cpu()
+        for place, part in zip(places, joined.split([parts[place].numel() for place in places]), strict=True):
+            parts[place] = part
+    return [part.numpy().data for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,8 +364,6 @@ class RankBatches:
     def __init__(self, model: nn.Module, links: Links) -> None:
         self._links = links
         self._model = weakref.ref(model)
-        self._buffers: list[Tensor] | None = None
-        """The buffers at the first forward. Buffers that replace them stay as they are, as under DDP."""
         self._follows_rank_0 = True
         self._has_followed = False
 
@@ -364,41 +374,48 @@ class RankBatches:
     def begin_forward(self, shape: StepShape | None, begins_step: bool) -> StepShape | None:
         """Return a shape with the largest batch size and the largest sequence length of all ranks. ``shape``: the shape
         of this rank's batch; None if it has no token ids. If the forward ``begins_step``, all ranks first get the
-        model's buffers of rank 0, as under DDP. All ranks call this together."""
+        model's buffers of rank 0, as under DDP. All ranks call this together. Raises RanksDisagreeError if a buffer has
+        another shape or dtype on another rank."""
         if not self._links.ranks.others:
             return shape
         own = _SHAPE.pack(shape.batch_size, shape.sequence_length) if shape is not None else _SHAPE.pack(0, 0)
-        if self._buffers is None and (model := self._model()) is not None:
-            self._buffers = list(model.buffers())
         follows = begins_step and (self._follows_rank_0 or not self._has_followed)
-        digests = b"".join(map(_digest, self._buffers or ())) if follows else b""
-        told = own + xxhash.xxh3_64_digest(digests) if follows else own
+        # A forward may have replaced buffers.
+        model = self._model() if follows else None
+        buffers = dict(model.named_buffers()) if model is not None else {}
+        forms = {name: f"{dtype_name(buffer.dtype)} {list(buffer.shape)}" for name, buffer in buffers.items()}
+        digests = b"".join(map(xxhash.xxh3_64_digest, _bytes_on_host(buffers.values())))
+        told = own + xxhash.xxh3_64_digest(repr(forms).encode() + digests) if follows else own
         answers = self._links.all_gather("the lengths of batches of a forward", told)
         if min(map(len, answers)) > _SHAPE.size:
             self._has_followed = True
             if len({answer[_SHAPE.size :] for answer in answers}) > 1:
-                self._follow_rank_0(digests)
+                advice = "register the same buffers on all ranks, or keep what differs in another attribute"
+                check_equal("the forms of the model's buffers", lambda: forms, self._links, advice)
+                self._follow_rank_0(list(buffers.values()), digests)
         num_rows, length = (max(sizes) for sizes in zip(*map(_SHAPE.unpack_from, answers), strict=True))
         if not num_rows * length:
             return None
         return replace(shape or StepShape(num_rows, length), batch_size=num_rows, sequence_length=length)
 
-    def _follow_rank_0(self, digests: bytes) -> None:
+    def _follow_rank_0(self, buffers: Sequence[Tensor], digests: bytes) -> None:
         """Copy the buffers that differ between ranks from rank 0. ``digests``: of this rank's buffers."""
-        assert self._buffers is not None
         of_ranks = self._links.all_gather("the model's buffers to be the same", digests)
         places = range(0, len(of_ranks[0]), _DIGEST_BYTES)
         differing = [
             buffer
-            for buffer, place in zip(self._buffers, places, strict=True)
+            for buffer, place in zip(buffers, places, strict=True)
             if len({of_rank[place : place + _DIGEST_BYTES] for of_rank in of_ranks}) > 1
         ]
-        own = b"".join(_bytes_of(buffer) for buffer in differing) if self._links.ranks.rank == 0 else b""
+        own = b"".join(_bytes_on_host(differing)) if self._links.ranks.rank == 0 else b""
         of_rank_0 = bytearray(self._links.all_gather("the model's buffers of rank 0", own)[0])
-        for buffer in differing if self._links.ranks.rank else ():
-            num_bytes = buffer.numel() * buffer.element_size()
-            values, of_rank_0 = of_rank_0[:num_bytes], of_rank_0[num_bytes:]
-            with torch.no_grad():
+        if self._links.ranks.rank == 0:
+            return
+        # Micro-batches that run together are refused if they write to buffers, and this is no write of theirs.
+        with torch.no_grad(), writing_in_same_version(differing):
+            for buffer in differing:
+                num_bytes = buffer.numel() * buffer.element_size()
+                values, of_rank_0 = of_rank_0[:num_bytes], of_rank_0[num_bytes:]
                 buffer.copy_(torch.frombuffer(values, dtype=buffer.dtype).view(buffer.shape))
 
 

@@ -78,8 +78,9 @@ def why_not_together(model: Any) -> str | None:
             return f"{name} has a hook on its gradient, which would not be called"
     for name, module in model.named_modules():
         for hook in module_hooks(module):
-            if hook.__module__.partition(".")[0] not in _KNOWN_HOOKS:
-                return f"{name or type(model).__name__} has a hook of {hook.__module__}, which may keep state"
+            package = getattr(hook, "__module__", None) or "builtins"  # a method of a list has None
+            if package.partition(".")[0] not in _KNOWN_HOOKS:
+                return f"{name or type(model).__name__} has a hook of {package}, which may keep state"
     return None
 
 

@@ -6,16 +6,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import TwinsFactory
 from mixtures import all_in
 
-from hf_lohan.activations.tiers import placed_bytes, swap_everything
+from hf_lohan.activations.tiers import ActivationTiers, placed_bytes, swap_everything
 from hf_lohan.activations.trace import LayerTrace
-from hf_lohan.costs import INPUT, Placement
+from hf_lohan.costs import GRAPH, INPUT, Placement
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.planning import StepShape
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
@@ -151,3 +153,22 @@ def test_activations_that_are_needed_first_are_swapped_to_ram() -> None:
     assert placed_bytes(SIZES, placements) == (150, 150)
     assert placed_bytes(SIZES, swap_everything(SIZES, 0)) == (0, 300)
     assert placed_bytes(SIZES, {}) == (0, 0)
+
+
+def test_bytes_of_graphs_are_compared_only_for_a_batch_of_the_planned_shape(
+    make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape that covers all ranks may be the planned one, although this rank's batch is shorter."""
+    engine = make_twins("llama").engine
+    memory, plan = engine.planned_memory, engine._plan
+    planned: Any = SimpleNamespace(shape=StepShape(2, 32))
+    monkeypatch.setattr(memory, "_planned", planned)
+    monkeypatch.setattr(memory, "sizes", {"layer": {GRAPH: 100}})
+    monkeypatch.setattr(ActivationTiers, "graph_bytes", {"layer": 50})
+    monkeypatch.setattr(plan, "_longest_of_ranks", lambda _shape, _begins_step: planned.shape)
+    shares = []
+    for shape in (planned.shape, StepShape(2, 16), None):
+        plan.see_batch(shape)
+        assert memory.last_shape == planned.shape
+        shares.append(memory.saved_share)
+    assert shares == [0.5, 1.0, 1.0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_lohan.engine.ranks import RankBatches
 from hf_lohan.planning import StepShape
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.thread_ranks import run_ranks
 
 SHAPE = StepShape(2, 16)
@@ -103,12 +103,47 @@ def test_own_buffers_follow_rank_0_once() -> None:
         assert torch.equal(model.mean, torch.full((3,), rank + 1.0))
 
 
-def test_equal_buffers_and_those_that_replace_others_are_not_sent() -> None:
+def test_equal_buffers_are_not_sent() -> None:
     def begin(batches: RankBatches, model: nn.Module, rank: int) -> None:
         batches.begin_forward(SHAPE, True)
-        model.mean = torch.full((3,), float(rank))  # as rotary frequencies that depend on the length
         batches.begin_forward(None, True)
 
-    models, tags = begin_by_ranks(begin)
-    assert tags == [["the lengths of batches of a forward"] * 2] * 2
-    assert [int(model.mean[0]) for model in models] == [0, 1]
+    assert begin_by_ranks(begin)[1] == [["the lengths of batches of a forward"] * 2] * 2
+
+
+def test_buffers_that_replace_others_follow_rank_0() -> None:
+    def begin(batches: RankBatches, model: nn.Module, rank: int) -> None:
+        batches.begin_forward(SHAPE, True)
+        model.mean = torch.full((3,), float(rank + 5))  # as rotary frequencies that depend on the length
+        batches.begin_forward(None, True)
+
+    assert [model.mean.tolist() for model in begin_by_ranks(begin)[0]] == [[5.0] * 3] * 2
+
+
+def test_the_copy_counts_as_no_write() -> None:
+    """Otherwise ranks other than 0 would refuse micro-batches that run together, and backwards of earlier forwards."""
+    versions: list[list[int]] = [[], []]
+
+    def begin(batches: RankBatches, model: nn.Module, rank: int) -> None:
+        change(model, rank)
+        before = [buffer._version for buffer in model.buffers()]
+        batches.begin_forward(SHAPE, True)
+        versions[rank] = [buffer._version - number for buffer, number in zip(model.buffers(), before, strict=True)]
+
+    for model in begin_by_ranks(begin)[0]:
+        assert_same_buffers(model, changed_model(0))
+    assert versions == [[0] * len(VALUES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("replacement", "text"),
+    [(torch.zeros(4), r"float32 \[4\]"), (torch.zeros(3, dtype=torch.int), r"int32 \[3\]"), (None, "missing")],
+)
+def test_a_buffer_of_another_form_on_a_rank_is_refused(replacement: torch.Tensor | None, text: str) -> None:
+    def begin(batches: RankBatches, model: nn.Module, rank: int) -> None:
+        if rank:
+            model.mean = replacement
+        batches.begin_forward(SHAPE, True)
+
+    with pytest.raises(RanksDisagreeError, match=rf'mean is "float32 \[3\]" on rank 0 and "?{text}"? on rank 1'):
+        begin_by_ranks(begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 import hf_lohan
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine.ranks import all_agree
+from hf_lohan.huggingface.trainer import trainer as trainer_module
 from hf_lohan.planning import why_not_together
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.thread_ranks import run_ranks
 
 NUM_STEPS = 4
 BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "activations": "recompute"}
@@ -107,6 +113,35 @@ def test_buffers_that_the_forward_changes_are_refused(tmp_path: Path) -> None:
     assert why_not_together(other) == (
         "model.layers.1.mlp.norm keeps running statistics, which the order of micro-batches would change"
     )
+
+
+def test_a_hook_without_a_module_may_keep_state() -> None:
+    """Methods of built-in types have no module."""
+    model = tiny_model("llama")
+    model.model.layers[1].register_forward_hook([].append)
+    assert why_not_together(model) == "model.layers.1 has a hook of builtins, which may keep state"
+
+
+@pytest.mark.parametrize("reasons", [(None, None), ("it has a hook", None), (None, "it has a hook")])
+@pytest.mark.parametrize("num_with_tokens", [2, 1])
+def test_ranks_choose_an_order_together(
+    reasons: tuple[str | None, str | None], num_with_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with a reason asks for no plan, and the other ranks would wait for it."""
+    monkeypatch.setattr(trainer_module, "why_trainer_runs_in_turn", lambda trainer: trainer.reason)
+
+    def choose(links: Links) -> bool:
+        rank = links.ranks.rank
+        trainer: Any = SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=2), reason=reasons[rank])
+        engine: Any = SimpleNamespace(
+            config=OffloadConfig(vertical_micro_batches="auto"),
+            links=links,
+            choose_order=lambda _shape: all_agree(links, "whether micro-batches run together", True),
+        )
+        inputs = {"input_ids": torch.zeros(2, 16, dtype=torch.long)} if rank < num_with_tokens else {}
+        return hf_lohan.Trainer._choose_order(trainer, engine, inputs)
+
+    assert run_ranks(2, choose) == [reasons == (None, None) and num_with_tokens == 2] * 2
 
 
 @pytest.mark.slow

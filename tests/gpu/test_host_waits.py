@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -16,6 +17,7 @@ from trainer_runs import make_trainer
 from transformers import TrainerCallback
 
 import hf_lohan
+from hf_lohan.engine.ranks import RankBatches
 from hf_lohan.testing.models import tiny_model
 
 NUM_LAYERS = 4
@@ -134,3 +136,18 @@ def test_the_host_waits_only_where_expected(double: Any, tmp_path: Path, name: s
         waits[caller_in(frames, case.expected)] += number
     assert waits == case.expected
     assert step.blocking_operations == []
+
+
+def waits_for_buffers(double: Any, num_buffers: int) -> int:
+    """Return how often the host waits at the beginning of a step of two ranks with equal buffers."""
+    model = torch.nn.Module()
+    for number in range(num_buffers):
+        model.register_buffer(f"buffer_{number}", torch.full((3,), number, device="cuda"))
+    links: Any = SimpleNamespace(ranks=SimpleNamespace(others=(1,)), all_gather=lambda _tag, told: [told, told])
+    with double.Callers("sync:", inside="/", depth=DEPTH) as callers:
+        RankBatches(model, links).begin_forward(None, True)
+    return sum(callers.found.values())
+
+
+def test_the_host_waits_once_for_the_buffers_that_ranks_compare(double: Any) -> None:
+    assert 0 < waits_for_buffers(double, 1) == waits_for_buffers(double, 4)

@@ -35,6 +35,7 @@ from hf_lohan.compat.trl_private import default_arguments, step_number, trained_
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
+from hf_lohan.engine.ranks import all_agree
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.arguments import NOT_GIVEN, by_name, choose_offload, names_of, take_launched_precision
@@ -525,7 +526,9 @@ class OffloadTrainerMixin(
         shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_trainer_runs_in_turn(self)
         if shape is None:
             reason = reason or "their inputs have no token ids, which are needed to plan a step"
-        if reason is not None or shape is None:
+        may_run_together = all_agree(engine.links, "whether micro-batches may run together", reason is None)
+        if not may_run_together or shape is None:
+            reason = reason or "those of another rank may not run together"
             logger.info("vertical_micro_batches: auto runs micro-batches one after the other: %s", reason)
             return False
         return engine.choose_order(replace(shape, num_micro_batches=micro_batches.number))

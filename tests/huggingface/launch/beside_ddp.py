@@ -34,18 +34,20 @@ TIMES = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 
 def _scaled(mlp: Any, x: Tensor) -> Tensor:
-    """Scale by a running mean that each forward changes, as the codes of a quantizer do."""
+    """Scale by running means that each forward changes, as the codes of a quantizer do, or replaces."""
     out: Tensor = type(mlp).forward(mlp, x)
     if mlp.training:
         mlp.scale.mul_(0.7).add_(0.3 * out.detach().abs().mean())
         mlp.count += 1
-    return out / (1 + mlp.scale)
+        mlp.replaced = 0.9 * mlp.replaced + 0.1 * out.detach().abs().mean()
+    return out / (1 + mlp.scale + mlp.replaced)
 
 
 def model_with_buffers() -> Any:
     model = tiny_model("llama", num_layers=2)
     mlp: nn.Module = model.model.layers[1].mlp
     mlp.register_buffer("scale", torch.ones(()))
+    mlp.register_buffer("replaced", torch.ones(()))
     mlp.register_buffer("count", torch.zeros((), dtype=torch.long))
     mlp.forward = types.MethodType(_scaled, mlp)
     return model
@@ -80,7 +82,7 @@ def accumulate(folder: Path, side: str) -> None:
 
 def write_facts(folder: Path, log: list[Any], model: Any) -> None:
     mlp = model.model.layers[1].mlp
-    facts = {"log": log, "scale": float(mlp.scale), "count": int(mlp.count)}
+    facts = {"log": log, "scale": float(mlp.scale), "count": int(mlp.count), "replaced": float(mlp.replaced)}
     (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
 
