@@ -132,7 +132,7 @@ def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_model("mixtral"), config)
     offload = hf_lohan.OffloadConfig.load({"cpu_memory": "5MiB", "gpu_memory": "1MiB", "experts": "streamed"})
-    with pytest.raises(ValueError, match="registry of implementations; set experts to"):
+    with pytest.raises(ValueError, match=r"registry of implementations\); set experts to"):
         offload_model(model, offload, torch_device="cpu", default_ssd_path=tmp_path / "store")
 
 
