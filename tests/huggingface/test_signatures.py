@@ -50,6 +50,7 @@ OF_CLASSES: dict[str, dict[str, str]] = {
         "device_placement": NO_MEANING + "the states are in the store; other optimizers are passed on with it",
     },
     "Accelerator.backward": {"loss": DONE},  # of the rest `inputs` is refused
+    "Accelerator.no_sync": {"model": DONE},
     "Accelerator.log": {"values": DONE},
     "Accelerator.autocast": {"autocast_handler": NO_MEANING + "an offloaded model computes in its working dtype"},
     "Accelerator.gather": {"tensor": DONE},

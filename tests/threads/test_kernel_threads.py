@@ -125,7 +125,10 @@ def test_no_switch_of_threads_changes_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     expected, settings = values.sum(), ThreadSettings("cpu")
     sums, numbers = list[torch.Tensor](), list[int]()
     running, set_num_threads = TaskThreads(1, "computes"), torch.set_num_threads
+    has_computed = threading.Event()
     running.submit(lambda: sums.append(values.sum()))
+    running.submit(has_computed.set)
+    assert has_computed.wait(60)  # a thread takes its number of threads at its first kernel
 
     def compute() -> None:
         numbers.append(torch.get_num_threads())  # a new thread has the number of the switch
