@@ -148,7 +148,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"model": ("opt", {"dropout": 0.1})}, "dropout=0.1"),
     "router": ({"model": ("mixtral", {"output_router_logits": True})}, "output_router_logits"),
     "hook": ({"model": model_with_a_hook}, "model.norm.weight has a hook"),
-    "hook of a layer": ({"model": model_with_a_drawing_layer}, "model.embed_tokens has a hook of test_micro"),
+    "hook of a layer": ({"model": model_with_a_drawing_layer}, "model.embed_tokens has a hook of "),
 }
 
 
