@@ -35,6 +35,7 @@ from hf_lohan.ranks import (
     RanksDisagreeError,
     SharedRegion,
     StepAgreement,
+    bytes_of,
     check_equal,
 )
 from hf_lohan.store import Store
@@ -266,16 +267,12 @@ def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> 
 
 
 def _digest(weight: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(_flat_bytes(weight.detach().cpu()).numpy().data)
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_digest(bytes_of(weight.cpu()).numpy().data)
 
 
 def _bytes_on_host(tensors: Iterable[Tensor]) -> list[memoryview]:
     """Return the bytes of small tensors. Those of one device are joined there, because the host waits for each copy."""
-    parts = [_flat_bytes(tensor) for tensor in tensors]
+    parts = [bytes_of(tensor) for tensor in tensors]
     for device in {part.device for part in parts if part.device.type != "cpu"}:
         places = [place for place, part in enumerate(parts) if part.device == device]
         joined = torch.cat([parts[place] for place in places]).cpu()
@@ -407,16 +404,14 @@ class RankBatches:
             for buffer, place in zip(buffers, places, strict=True)
             if len({of_rank[place : place + _DIGEST_BYTES] for of_rank in of_ranks}) > 1
         ]
-        own = b"".join(_bytes_on_host(differing)) if self._links.ranks.rank == 0 else b""
-        of_rank_0 = bytearray(self._links.all_gather("the model's buffers of rank 0", own)[0])
+        of_rank_0 = torch.cat([bytes_of(buffer).cpu() for buffer in differing])
+        self._links.broadcast(of_rank_0, 0, "the model's buffers of rank 0")
         if self._links.ranks.rank == 0:
             return
         # Micro-batches that run together are refused if they write to buffers, and this is no write of theirs.
         with torch.no_grad(), writing_in_same_version(differing):
-            for buffer in differing:
-                num_bytes = buffer.numel() * buffer.element_size()
-                values, of_rank_0 = of_rank_0[:num_bytes], of_rank_0[num_bytes:]
-                buffer.copy_(torch.frombuffer(values, dtype=buffer.dtype).view(buffer.shape))
+            for buffer, values in zip(differing, of_rank_0.split([of.nbytes for of in differing]), strict=True):
+                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))  # a view must be aligned
 
 
 def all_agree(links: Links, tag: str, answer: bool) -> bool:

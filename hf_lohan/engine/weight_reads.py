@@ -17,7 +17,7 @@ from hf_lohan.costs import SizeClass
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, bytes_of
 from hf_lohan.updates import WeightChange
 from hf_lohan.weights import RowLoads
 
@@ -272,4 +272,4 @@ class _Copied(torch.autograd.Function):
 
 
 def _hash_of(weights: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(weights.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(bytes_of(weights).numpy().data)

@@ -22,7 +22,7 @@ from hf_lohan.activations.token_ranges import CutRows, RowPieces
 from hf_lohan.compat.transformers_private import documents_of, is_causal_lm_loss
 from hf_lohan.huggingface.attention import computes_a_part, next_forward_of
 from hf_lohan.model import base_of
-from hf_lohan.ranks import RanksDisagreeError, RowLinks
+from hf_lohan.ranks import RanksDisagreeError, RowLinks, bytes_of
 
 ROWS = "rows_of_ranks"
 """Key of the `CutRows` in a cut batch."""
@@ -50,7 +50,7 @@ def _digest(batch: Any) -> bytes:
     for name in sorted(_CUT_INPUTS) if isinstance(batch, Mapping) else ():
         if isinstance(tensor := batch.get(name), Tensor):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor.cpu()).numpy().data)
     return digest.digest()
 
 

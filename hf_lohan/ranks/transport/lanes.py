@@ -290,5 +290,5 @@ class RankLane:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory, uint8."""
+    """Return the bytes of a tensor, uint8. They are its memory if it is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8)
