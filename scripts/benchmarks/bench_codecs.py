@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, StepDelta
+from hf_lohan.ranks.collectives.block_operators import dequantize_sum_, dequantize_sum_quantize_
 
 CODECS = {
     "gradients, int8": (GRADIENTS_INT8, torch.float32),
@@ -54,7 +55,7 @@ def block_works(codec: BlockCodec, dtype: torch.dtype, numel: int, device: str) 
     for message in messages:
         codec.encode(values, message)
     out, total, recoded = torch.empty_like(values), torch.empty_like(values, dtype=torch.float32), messages[0].clone()
-    ops, form, codes_bytes = torch.ops.lohan, (codec.num_bits, codec.block_numel), codec.codes_bytes(numel)
+    form, codes_bytes = (codec.num_bits, codec.block_numel), codec.codes_bytes(numel)
     codes, scales = recoded[:codes_bytes].view(torch.int8), recoded[codes_bytes:].view(codec.scale_dtype)
     parts = (
         [message[:codes_bytes].view(torch.int8) for message in messages],
@@ -63,9 +64,9 @@ def block_works(codec: BlockCodec, dtype: torch.dtype, numel: int, device: str) 
     return {
         "encode": lambda: codec.encode(values, recoded),
         "decode": lambda: codec.decode(messages[0], out),
-        f"sum of {NUM_PARTS}": lambda: ops.dequantize_sum.out(*parts, *form, 1 / NUM_PARTS, values=total),
-        f"sum of {NUM_PARTS}, encoded": lambda: ops.dequantize_sum_quantize.out(
-            *parts, *form, numel, 1 / NUM_PARTS, out_codes=codes, out_scales=scales
+        f"sum of {NUM_PARTS}": lambda: dequantize_sum_(*parts, *form, 1 / NUM_PARTS, total),
+        f"sum of {NUM_PARTS}, encoded": lambda: dequantize_sum_quantize_(
+            *parts, *form, codec.block_numel, numel, 1 / NUM_PARTS, codes, scales
         ),
     }
 

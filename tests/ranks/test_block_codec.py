@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hf_lohan.costs import collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec
+from hf_lohan.ranks.collectives.block_operators import dequantize_sum_quantize_
 
 CODECS = [GRADIENTS_INT8, GRADIENTS_INT4, WEIGHTS_INT8, BlockCodec(4, 16, torch.float32)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 A_TILE = 64 * 1024
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"int{codec.num_bits}-{codec.block_numel}")
-ops = torch.ops.lohan
 
 
 def message_of(codec: BlockCodec, values: Tensor) -> Tensor:
@@ -194,21 +194,6 @@ def test_any_size_and_magnitude_equals_the_definition(
     assert_same_bits(found, (levels * scales.float()[:, None]).flatten()[:numel])
 
 
-@codecs
-def test_operators_follow_their_schemas(codec: BlockCodec) -> None:
-    form = (codec.num_bits, codec.block_numel)
-    values = torch.randn(5 * codec.block_numel + 3)
-    numel = values.numel()
-    codes, scales = split(codec, message_of(codec, values), numel)
-    both, out = ([codes, codes.clone()], [scales, scales.clone()]), torch.empty(numel)
-    coded = {"codes": torch.empty_like(codes), "scales": torch.empty_like(scales)}
-    summed = {"out_codes": torch.empty_like(codes), "out_scales": torch.empty_like(scales)}
-    torch.library.opcheck(ops.quantize_blocks.out, (values, *form), coded)
-    torch.library.opcheck(ops.dequantize_blocks.out, (codes, scales, *form), {"values": out})
-    torch.library.opcheck(ops.dequantize_sum.out, (*both, *form, 0.5), {"values": out})
-    torch.library.opcheck(ops.dequantize_sum_quantize.out, (*both, *form, numel, 0.5), summed)
-
-
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize("numel", [32, 70, 4096, 70_000])
 def test_a_sum_may_be_coded_in_larger_blocks(num_bits: int, numel: int) -> None:
@@ -218,11 +203,10 @@ def test_a_sum_may_be_coded_in_larger_blocks(num_bits: int, numel: int) -> None:
     decode_sum_(codec, messages, total, 1 / 3)
     expected = split(larger, message_of(larger, total), numel)
     found = tuple(map(torch.empty_like, expected))
-    outs = {"out_codes": found[0], "out_scales": found[1]}
-    ops.dequantize_sum_quantize.out(codes, scales, num_bits, 32, numel, 1 / 3, 64, **outs)
+    dequantize_sum_quantize_(codes, scales, num_bits, 32, 64, numel, 1 / 3, *found)
     assert all(map(torch.equal, found, expected))
     with pytest.raises(ValueError, match="out_block_numel=128 is not supported for blocks of 32; choose 32 or 64"):
-        ops.dequantize_sum_quantize.out(codes, scales, num_bits, 32, numel, 1 / 3, 128, **outs)
+        dequantize_sum_quantize_(codes, scales, num_bits, 32, 128, numel, 1 / 3, *found)
 
 
 @pytest.mark.parametrize(

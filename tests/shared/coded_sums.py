@@ -1,4 +1,4 @@
-"""Sums of payloads of `BlockCodec`, by the operators that ranks call."""
+"""Sums of payloads of `BlockCodec`, by the functions that ranks call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.ranks import BlockCodec
+from hf_lohan.ranks.collectives.block_operators import dequantize_sum_, dequantize_sum_quantize_
 
 
 def split(codec: BlockCodec, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -23,15 +24,15 @@ def split_all(codec: BlockCodec, messages: Sequence[Tensor], numel: int) -> tupl
 
 def decode_sum_(codec: BlockCodec, messages: Sequence[Tensor], out: Tensor, factor: float = 1.0) -> None:
     parts = split_all(codec, messages, out.numel())
-    torch.ops.lohan.dequantize_sum.out(*parts, codec.num_bits, codec.block_numel, factor, values=out.detach())
+    dequantize_sum_(*parts, codec.num_bits, codec.block_numel, factor, out.detach())
 
 
 def decode_sum_encode(
     codec: BlockCodec, messages: Sequence[Tensor], out: Tensor, numel: int, factor: float = 1.0
 ) -> None:
     codes, scales = split(codec, out, numel)
-    parts, form = split_all(codec, messages, numel), (codec.num_bits, codec.block_numel)
-    torch.ops.lohan.dequantize_sum_quantize.out(*parts, *form, numel, factor, out_codes=codes, out_scales=scales)
+    parts, form = split_all(codec, messages, numel), (codec.num_bits, codec.block_numel, codec.block_numel)
+    dequantize_sum_quantize_(*parts, *form, numel, factor, codes, scales)
 
 
 def errors_of(codec: BlockCodec, values: Tensor) -> tuple[float, float]:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from hf_lohan.costs.collectives import GRADIENT_FORMATS, GRADIENT_FORMATS_WITHIN, WEIGHT_FORMAT, CodecFormat
-from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
+from hf_lohan.ranks.collectives.block_operators import (
+    check_format,
+    codes_numel,
+    dequantize_,
+    num_blocks_of,
+    quantize_,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,12 @@ class BlockCodec:
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write the payload of ``values`` to ``out``."""
         codes, scales = self._parts(out, values.numel())
-        values = values.detach()
-        torch.ops.lohan.quantize_blocks.out(values, self.num_bits, self.block_numel, codes=codes, scales=scales)
+        quantize_(values.detach(), self.num_bits, self.block_numel, codes, scales)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the values of a payload to ``out``, whose size is the number of values."""
         codes, scales = self._parts(message, out.numel())
-        torch.ops.lohan.dequantize_blocks.out(codes, scales, self.num_bits, self.block_numel, values=out.detach())
+        dequantize_(codes, scales, self.num_bits, self.block_numel, out.detach())
 
     def codes_bytes(self, numel: int) -> int:
         """Return the bytes of the codes in the payload of ``numel`` values. The scales follow."""
@@ -66,7 +71,7 @@ class BlockCodec:
             values = scratch[: min(tile_numel, numel - start)]
             low, high = start * bits // 8, start * bits // 8 + codes_numel(values.numel(), bits, block)
             some = scales[start // block : start // block + num_blocks_of(values.numel(), block)]
-            torch.ops.lohan.dequantize_blocks.out(codes[low:high], some, bits, block, values=values)
+            dequantize_(codes[low:high], some, bits, block, values)
             yield start, values
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,15 @@
-"""The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks.out`,
-`dequantize_blocks.out`, `dequantize_sum.out`, and `dequantize_sum_quantize.out` for a sum that is sent to other ranks.
-Its blocks have as many values, or twice as many.
-
-They write to the caller's tensors and have no derivative. `torch_codec` computes them. On CUDA `triton_codec` computes
-them if Triton is installed.
+"""The computations of `block_codec`, with a check of their arguments. `torch_codec` describes and computes them. On CUDA
+`triton_codec` computes them if Triton is installed. The sum that is sent to other ranks may have blocks of twice the
+size. All write to the caller's tensors and have no derivative.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +18,6 @@ from hf_lohan.ranks.collectives import torch_codec
 from hf_lohan.ranks.collectives.torch_codec import HIGHEST_CODE
 
 logger = logging.getLogger(__name__)
-
-_Computation: TypeAlias = Callable[[], None]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
@@ -90,81 +84,45 @@ def _check(
             )
 
 
-# Each function checks the arguments of an operator, and returns the computation. For fake tensors only the checks run.
-
-
-def _quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> _Computation:
+def quantize_(values: Tensor, num_bits: int, block_numel: int, codes: Tensor, scales: Tensor) -> None:
     _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
-    return lambda: _kernels(values).quantize_(values.detach(), num_bits, block_numel, codes, scales)
+    _kernels(values).quantize_(values, num_bits, block_numel, codes, scales)
 
 
-def _dequantize(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> _Computation:
+def dequantize_(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, values: Tensor) -> None:
     _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
-    return lambda: _kernels(values).dequantize_(codes, scales, num_bits, block_numel, values)
+    _kernels(values).dequantize_(codes, scales, num_bits, block_numel, values)
 
 
-def _sum(
-    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, *, values: Tensor
-) -> _Computation:
+def dequantize_sum_(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, values: Tensor
+) -> None:
     if values.dtype != torch.float32:
         raise ValueError(f"a sum is torch.float32, not {values.dtype}; pass a float32 tensor for it")
     _check(codes, scales, [values], values.numel(), num_bits, block_numel)
-    return lambda: _kernels(values).dequantize_sum_(codes, scales, num_bits, block_numel, factor, values)
+    _kernels(values).dequantize_sum_(codes, scales, num_bits, block_numel, factor, values)
 
 
-def _sum_quantize(
+def dequantize_sum_quantize_(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     num_bits: int,
     block_numel: int,
+    out_block_numel: int,
     numel: int,
     factor: float,
-    out_block_numel: int | None = None,
-    *,
     out_codes: Tensor,
     out_scales: Tensor,
-) -> _Computation:
-    if not codes:
-        raise ValueError("got no tensors to sum; pass codes and scales of at least one rank")
-    if out_block_numel in (None, block_numel):
-        _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
-    elif out_block_numel != 2 * block_numel:
+) -> None:
+    if out_block_numel not in (block_numel, 2 * block_numel):
         raise ValueError(
             f"out_block_numel={out_block_numel} is not supported for blocks of {block_numel}; choose {block_numel} or "
             f"{2 * block_numel}"
         )
-    else:
-        _check(codes, scales, [], numel, num_bits, block_numel)
-        _check([out_codes], [out_scales], [], numel, num_bits, out_block_numel)
-    blocks = block_numel, out_block_numel or block_numel
-    return lambda: _kernels(out_codes).dequantize_sum_quantize_(
-        codes, scales, num_bits, *blocks, numel, factor, out_codes, out_scales
+    _check(codes, scales, [], numel, num_bits, block_numel)
+    _check([out_codes], [out_scales], [], numel, num_bits, out_block_numel)
+    if out_codes.device != codes[0].device:
+        raise ValueError(f"codes are on {codes[0].device}, and their sum is on {out_codes.device}; move one of them")
+    _kernels(out_codes).dequantize_sum_quantize_(
+        codes, scales, num_bits, block_numel, out_block_numel, numel, factor, out_codes, out_scales
     )
-
-
-_FORMAT = "int num_bits, int block_numel"
-_ALL = f"Tensor[] codes, Tensor[] scales, {_FORMAT}"
-_ONE = f"Tensor codes, Tensor scales, {_FORMAT}"
-_OPERATORS: dict[str, Callable[..., _Computation]] = {
-    f"quantize_blocks.out(Tensor values, {_FORMAT}, *, Tensor(a!) codes, Tensor(b!) scales) -> ()": _quantize,
-    f"dequantize_blocks.out({_ONE}, *, Tensor(a!) values) -> ()": _dequantize,
-    f"dequantize_sum.out({_ALL}, float factor, *, Tensor(a!) values) -> ()": _sum,
-    f"dequantize_sum_quantize.out({_ALL}, int numel, float factor, int? out_block_numel=None, *, "
-    "Tensor(a!) out_codes, Tensor(b!) out_scales) -> ()": _sum_quantize,
-}
-
-
-def _compute(prepare: Callable[..., _Computation], *arguments: Any, **outs: Tensor) -> None:
-    prepare(*arguments, **outs)()
-
-
-def _only_check(prepare: Callable[..., _Computation], *arguments: Any, **outs: Tensor) -> None:
-    prepare(*arguments, **outs)
-
-
-_library = torch.library.Library("lohan", "FRAGMENT")
-for _schema, _prepare in _OPERATORS.items():
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    _library.impl(_name, partial(_compute, _prepare), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lohan::{_name}", partial(_only_check, _prepare), lib=_library)

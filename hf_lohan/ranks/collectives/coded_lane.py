@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.ranks.collectives.block_codec import BlockCodec
+from hf_lohan.ranks.collectives.block_operators import dequantize_sum_quantize_
 from hf_lohan.ranks.collectives.rank_order_sum import CodedValues
 
 _MEASURED_TILE_NUMEL = 256 * 1024
@@ -85,16 +86,16 @@ class MeasuredCodec(CodedTraffic):
         if self._is_measuring or ours.num_bits != theirs.num_bits or blocks[1] not in (blocks[0], 2 * blocks[0]):
             return None
         message = out[: ours.message_bytes(numel)]
-        torch.ops.lohan.dequantize_sum_quantize.out(
+        dequantize_sum_quantize_(
             [part.codes for part in parts],
             [part.scales for part in parts],
             ours.num_bits,
             theirs.block_numel,
+            ours.block_numel,
             numel,
             1.0 / num_ranks,
-            ours.block_numel,
-            out_codes=message[: ours.codes_bytes(numel)].view(torch.int8),
-            out_scales=message[ours.codes_bytes(numel) :].view(ours.scale_dtype),
+            message[: ours.codes_bytes(numel)].view(torch.int8),
+            message[ours.codes_bytes(numel) :].view(ours.scale_dtype),
         )
         return message
 

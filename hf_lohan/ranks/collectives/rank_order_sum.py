@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_lohan.costs.pool_plan import LINK_TILE_NUMEL
 from hf_lohan.device import Device, Lane
 from hf_lohan.ranks.collectives.block_codec import BlockCodec
+from hf_lohan.ranks.collectives.block_operators import dequantize_, dequantize_sum_
 from hf_lohan.ranks.transport.device_lane import DeviceLane
 from hf_lohan.ranks.transport.topology import Ranks
 
@@ -67,7 +68,7 @@ class CodedValues:
         """Return the values in new memory, float32."""
         values = torch.empty(self.num_values, dtype=torch.float32)
         codec = self.codec
-        torch.ops.lohan.dequantize_blocks.out(self.codes, self.scales, codec.num_bits, codec.block_numel, values=values)
+        dequantize_(self.codes, self.scales, codec.num_bits, codec.block_numel, values)
         return values
 
 
@@ -173,13 +174,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def _decode_and_add(out: Tensor, tiles: Sequence[CodedValues], num_ranks: int) -> None:
     """Decode coded values and write their average to ``out``. They are added in rank order."""
     codec = tiles[0].codec
-    torch.ops.lohan.dequantize_sum.out(
+    dequantize_sum_(
         [tile.codes for tile in tiles],
         [tile.scales for tile in tiles],
         codec.num_bits,
         codec.block_numel,
         1.0 / num_ranks,
-        values=out,
+        out,
     )
 
 

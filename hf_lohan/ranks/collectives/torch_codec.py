@@ -1,4 +1,4 @@
-"""The operators of `block_operators` in torch, for any device. `triton_codec` computes the same bits.
+"""The computations of `block_operators` in torch, for any device. `triton_codec` computes the same bits.
 
 `block_codec` describes the format. All tensors are flat and their sizes fit together. All operations are float32, each
 rounded separately.

@@ -1,4 +1,4 @@
-"""The operators of `block_operators` for CUDA in Triton, each in one pass. They compute the bits of `torch_codec`.
+"""The computations of `block_operators` for CUDA in Triton, each in one pass. They compute the bits of `torch_codec`.
 
 This module is imported only if Triton is installed. To get the same bits, divisions round to nearest, products are not
 fused with sums (`enable_fp_fusion`), and values are rounded half to even by adding and subtracting a number whose last
