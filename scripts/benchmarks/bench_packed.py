@@ -4,8 +4,8 @@ measures how fast packed weights are decoded.
     python scripts/benchmarks/bench_packed.py
     python scripts/benchmarks/bench_packed.py --drive 3e9 --method nf4 --bf16
 
-Reads are held to the drive's rate (`hf_lohan.testing.storage_doubles.PacedBackend`). No record stays in RAM. Each turn
-is a run of each side.
+Reads are held to the drive's rate (`paced_backend.PacedBackend`). No record stays in RAM. Each turn is a run of each
+side.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import typer
 from benchmarking import Options, Shape, benchmark, folder_in, in_turns, spread, table_of
+from paced_backend import PacedBackend
 from peft import LoraConfig
 from rich.console import Console
 from transformers import TrainerCallback, TrainingArguments
@@ -31,7 +32,6 @@ from hf_lohan.costs import Quantization
 from hf_lohan.files import IoEngine
 from hf_lohan.quantize import FourBitForm
 from hf_lohan.report.run_data import FOLDER, STEPS_NAME
-from hf_lohan.testing.storage_doubles import PacedBackend
 
 NUM_WARM_UP_STEPS = 3
 DECODED_NUMEL = 4 << 20

@@ -32,6 +32,7 @@ from unittest.mock import patch
 import torch
 import typer
 from benchmarking import Options, benchmark, folder_in, pairs_ratio, spread, table_of
+from paced_backend import PacedBackend
 from paced_device import PacedDevice
 from paced_layers import pace_layers, paced_expert
 from rich.console import Console
@@ -50,7 +51,6 @@ from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.generate.text_generation import PassClock
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.weights.schedule import LoadSchedule
 
 LINK_BYTES_PER_S = 20e9

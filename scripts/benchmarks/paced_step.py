@@ -38,6 +38,7 @@ import torch
 import typer
 from benchmarking import NormsOption, Options, benchmark, folder_in, parsed_settings, table_of
 from io_alone import alone_bytes_per_s, moments_of
+from paced_backend import PacedBackend
 from paced_device import PacedDevice
 from paced_layers import pace_layers
 from rich.console import Console
@@ -56,7 +57,6 @@ from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.timeline import Timeline
 from hf_lohan.wording import format_bytes
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from async_device import AsyncDevice
+from storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, SlowBackend
 from swapper_bench import GRANULE_BYTES, SwapperBench
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from hf_lohan.costs import Placement
 from hf_lohan.device import Event, Lane
 from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.hardware import anonymous_memory_bytes
-from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, SlowBackend
 from hf_lohan.threads import keep_freed_memory
 
 BenchFactory = Callable[..., SwapperBench]

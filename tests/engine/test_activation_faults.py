@@ -14,6 +14,7 @@ import pytest
 import torch
 from engines import PlannedError, TwinsFactory
 from mixtures import all_in, random_mixture
+from storage_doubles import SlowBackend
 from torch import Tensor
 
 from hf_lohan.activations.layer_frame import LayerFrame
@@ -21,7 +22,6 @@ from hf_lohan.activations.swapped_tensor import SwappedTensor
 from hf_lohan.costs import Placement
 from hf_lohan.files import CorruptionError, FileBackend, StorageError
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import SlowBackend
 
 ROOM = {"cpu_memory": "16MiB", "gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 SWAPPED = pytest.mark.parametrize("place", [Placement.CPU, Placement.SSD, Placement.GPU])

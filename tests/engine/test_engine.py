@@ -9,10 +9,10 @@ import pytest
 import torch
 from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 from eventually import check_buffers_return
+from storage_doubles import SlowBackend
 
 from hf_lohan.compat.torch_private import without_torch_function
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import SlowBackend
 
 
 @HELD_OR_ACTIVE

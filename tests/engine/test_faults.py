@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from engines import PlannedError, TwinsFactory
+from storage_doubles import FaultyBackend
 from torch import Tensor, nn
 
 from hf_lohan.files import StorageError
 from hf_lohan.testing.models import tiny_batch
-from hf_lohan.testing.storage_doubles import FaultyBackend
 
 NEVER = 1 << 60
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])

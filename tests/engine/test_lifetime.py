@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -215,7 +216,7 @@ from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
-from hf_lohan.testing.storage_doubles import SlowBackend
+from storage_doubles import SlowBackend
 import hf_lohan.engine.tiers
 from hf_lohan.hardware.direct_io import DirectIo
 
@@ -239,6 +240,6 @@ optimizer.step()
 
 @pytest.mark.slow
 def test_a_child_forked_during_updates_exits_and_closes_nothing(tmp_path: Path) -> None:
-    run_python("-c", FORKING_SCRIPT, tmp_path)
+    run_python("-c", FORKING_SCRIPT, tmp_path, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     commit = last_commit([str(tmp_path)])
     assert commit is not None and set(commit.facts["num_updates"].values()) == {2}

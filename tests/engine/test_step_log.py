@@ -15,13 +15,13 @@ import torch
 from clip_norms import CLIPS, LETS_THROUGH, NORMS
 from clip_norms import train as train_clipping
 from engines import TwinsFactory
+from storage_doubles import FaultyBackend, SlowBackend
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import Journal, ParameterAccess
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 
 NEVER = 1 << 60
 MODES: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 import torch
 from engines import resolved
+from storage_doubles import CountingBackend
 from torch import Tensor
 
 import hf_lohan.engine.tiers
@@ -23,7 +24,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import CountingBackend
 
 NUM_CALLS = 200
 NUM_STEPS = 5

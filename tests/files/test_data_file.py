@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from storage_doubles import FaultyBackend, NoDirectBackend, ShortBackend
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import DataFile, FileBackend, StorageError
 from hf_lohan.files.data_file import sector_view
-from hf_lohan.testing.storage_doubles import FaultyBackend, NoDirectBackend, ShortBackend
 
 NUM_BYTES = 65536
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from data_files import EngineFactory, new_file, transfer
+from storage_doubles import CountingBackend, FaultyBackend, GatedBackend
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, IoRequest, StorageError, Transfer
 from hf_lohan.files.data_file import sector_view
-from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend, GatedBackend
 
 
 def test_moves_pieces_and_counts_bytes(make_engine: EngineFactory, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from data_files import EngineFactory, new_file, transfer
+from storage_doubles import GatedBackend, SlowBackend
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoRequest
-from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
 
 
 def test_submission_waits_for_the_byte_budget(make_engine: EngineFactory, tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from storage_doubles import CountingBackend, FaultyBackend
 
 from hf_lohan.device import CpuDevice
 from hf_lohan.files import CapacityError, FileBackend, StorageError, StorePath
 from hf_lohan.hardware import ssd_rates
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
-from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend
 
 MIB = 1 << 20
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resident_stores import ALL, CHUNKS, MOMENT, RECORDS, WEIGHT, is_all, open_store, values
+from storage_doubles import FaultyBackend
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import StorageError, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store
-from hf_lohan.testing.storage_doubles import FaultyBackend
 
 
 def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:

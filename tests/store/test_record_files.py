@@ -10,11 +10,11 @@ import torch
 from data_files import EngineFactory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, ShortBackend
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, StorePath
 from hf_lohan.store import RecordFiles, RecordSpec, StoreLayout
-from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, ShortBackend
 
 Values = Callable[[RecordSpec, int], torch.Tensor]
 Records = tuple[RecordSpec, ...]

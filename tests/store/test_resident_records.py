@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from resident_stores import ALL, MOMENT, WEIGHT, is_all, open_store, values
+from storage_doubles import FaultyBackend, FlippingBackend
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, Store
-from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend
 
 
 @pytest.fixture

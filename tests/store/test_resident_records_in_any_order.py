@@ -12,11 +12,11 @@ from random import Random
 import pytest
 import torch
 from resident_stores import ALL, CHUNKS, FROZEN, WEIGHT, is_all, open_store, values
+from storage_doubles import GatedBackend
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store
-from hf_lohan.testing.storage_doubles import GatedBackend
 
 
 class Gate:

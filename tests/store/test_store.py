@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from data_files import EngineFactory
+from storage_doubles import CountingBackend
 from store_contents import Paths, Records, Values, data_file_bytes, names, read_all
 
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, Store
-from hf_lohan.testing.storage_doubles import CountingBackend
 
 
 def test_a_fresh_store_is_zeros_of_the_announced_size(

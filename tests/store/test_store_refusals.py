@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 from data_files import EngineFactory
+from storage_doubles import FaultyBackend
 from store_contents import Paths, Records, Values, names, read_all
 
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.manifest import read_manifest
-from hf_lohan.testing.storage_doubles import FaultyBackend
 
 
 def test_the_store_of_another_model_is_refused_and_survives(

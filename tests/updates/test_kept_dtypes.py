@@ -15,11 +15,11 @@ import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
 from engines import EngineFactory
+from storage_doubles import SlowBackend
 from torch import Tensor
 
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import SlowBackend
 
 NUM_STEPS = 4
 TIGHT, ROOMY = "2MiB", "16MiB"

@@ -10,8 +10,8 @@ from async_device import AsyncDevice
 from clip_norms import CLIPS, LETS_THROUGH
 from engines import TwinsFactory
 from pipeline_bench import Bench
+from storage_doubles import SlowBackend
 
-from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 from hf_lohan.updates.worker import UpdateQueue
 

@@ -10,10 +10,10 @@ import torch
 from async_device import AsyncDevice
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, MAX_NORMS, NORMS, assert_speculated, counts, train
 from engines import EngineFactory, TwinsFactory
+from storage_doubles import SlowBackend
 
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
-from hf_lohan.testing.storage_doubles import SlowBackend
 from hf_lohan.updates import ClipHistory
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, NORMS, assert_speculated, counts, train
 from engines import PlannedError, TwinsFactory
+from storage_doubles import SlowBackend
 
 from hf_lohan.testing.models import tiny_batch
-from hf_lohan.testing.storage_doubles import SlowBackend
 
 # Between backward and step, readers see the weights of the last step.
 

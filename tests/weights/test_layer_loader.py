@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from block_streams import BLOCK_NUMEL, NUM_BLOCKS, StreamFactory
+from storage_doubles import GatedBackend, SlowBackend
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import FileBackend
-from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
 from hf_lohan.updates.handover import Handover
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
+from storage_doubles import FaultyBackend, SlowBackend
 from torch import Tensor, nn
 
 from hf_lohan.costs import PoolPlan, SizeClass
@@ -27,7 +28,6 @@ from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
-from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
 from hf_lohan.weights import RankLoader, RecordReader, SharedWeights, SlotRing

@@ -13,13 +13,13 @@ import pytest
 import torch
 from async_device import AsyncDevice
 from block_streams import BLOCK_NUMEL, NEVER, NUM_BLOCKS, StreamFactory
+from storage_doubles import FaultyBackend
 from torch import Tensor, nn
 
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import lay_out_block
-from hf_lohan.testing.storage_doubles import FaultyBackend
 from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, Slot
 

@@ -1,6 +1,6 @@
-"""The computations of `block_codec`, with a check of their arguments. `torch_codec` describes and computes them. On CUDA
-`triton_codec` computes them if Triton is installed. The sum that is sent to other ranks may have blocks of twice the
-size. All write to the caller's tensors and have no derivative.
+"""The computations of `block_codec`, with a check of their arguments. `torch_codec` describes and computes them.
+`triton_codec` computes them on CUDA if Triton is installed. The sum that is sent to other ranks may have blocks of
+twice the size. All write to the caller's tensors and have no derivative.
 """
 
 from __future__ import annotations

@@ -28,36 +28,6 @@ class SlowBackend(FileBackend):
         return super().write(fd, offset, views)
 
 
-class PacedBackend(FileBackend):
-    """Reads ``bytes_per_s`` over all requests together, so requests wait for each other. With ``paces_writes``, reads
-    and writes share this rate, as in a drive that does one at a time. Without it, writes are not slowed."""
-
-    def __init__(self, bytes_per_s: float, *, paces_writes: bool = False) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.paces_writes = paces_writes
-        self._lock = threading.Lock()
-        self._end_s = 0.0
-
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        began_s = time.perf_counter()
-        num_bytes = super().read(fd, offset, views)
-        self._pace(num_bytes, began_s)
-        return num_bytes
-
-    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        began_s = time.perf_counter()
-        num_bytes = super().write(fd, offset, views)
-        if self.paces_writes:
-            self._pace(num_bytes, began_s)
-        return num_bytes
-
-    def _pace(self, num_bytes: int, began_s: float) -> None:
-        with self._lock:
-            end_s = self._end_s = max(self._end_s, began_s) + num_bytes / self.bytes_per_s
-        while (left_s := end_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
-
-
 class GatedBackend(FileBackend):
     """Makes reads and writes wait until the test sets ``gate``. ``arrived`` counts the requests so far."""
 
@@ -153,32 +123,6 @@ class ShortBackend(CountingBackend):
 
     def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
         return super().write(fd, offset, _first(views, self.max_bytes)) if self.max_bytes else 0
-
-
-class OneShortBackend(CountingBackend):
-    """Moves only ``num_bytes`` in the ``short_on``-th ``call`` ("read" or "write"), counted from 1."""
-
-    def __init__(self, call: str, short_on: int, num_bytes: int) -> None:
-        super().__init__()
-        self.call = call
-        self.short_on = short_on
-        self.num_bytes = num_bytes
-        self.was_short = False
-        self._numbers: Counter[str] = Counter()
-
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        return super().read(fd, offset, self._cut("read", views))
-
-    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        return super().write(fd, offset, self._cut("write", views))
-
-    def _cut(self, call: str, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        with self._lock:
-            self._numbers[call] += 1
-            if call != self.call or self._numbers[call] != self.short_on:
-                return views
-        self.was_short = sum(view.nbytes for view in views) > self.num_bytes
-        return _first(views, self.num_bytes)
 
 
 class FlippingBackend(CountingBackend):
