@@ -32,7 +32,16 @@ from hf_lohan.model import (
     stored_form,
     table_to_load_by_rows,
 )
-from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, shards_of, streams_experts
+from hf_lohan.planning.layout import (
+    ExpertCacheRoom,
+    OffloadLayout,
+    auto_may_stream_experts,
+    num_rows_buffers,
+    own_shapes,
+    own_shards,
+    shared_weight_bytes,
+    streams_experts,
+)
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.wording import format_bytes
 
@@ -56,7 +65,6 @@ def lay_out_generation(
     `experts: auto`, experts are streamed if all sequences of all ranks together choose at most half of them. Raises
     DiscoveryError or BudgetError.
     """
-    shards = shards_of(ranks)
     make_form = partial(
         stored_form,
         model,
@@ -72,10 +80,10 @@ def lay_out_generation(
         is_streamed = streams_experts(model, form, config, ranks)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
-        is_streamed = config.experts.load == "auto" and is_few and shards.may_stream_experts(config)
+        is_streamed = config.experts.load == "auto" and is_few and auto_may_stream_experts(config, ranks)
     if is_streamed:
         form = make_form(streams_experts=True)
-    form = shards.cut(form)
+    form = own_shards(form, ranks)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
     shapes = [block.shape() for block in blocks]
@@ -85,7 +93,7 @@ def lay_out_generation(
         keys_and_values=keys_and_values,
         prefetch_blocks=config.prefetch_blocks,
     )
-    shared_bytes = shards.shared_weight_bytes(blocks, "exact")
+    shared_bytes = shared_weight_bytes(blocks, ranks, "exact")
     exchange_bytes = shared_bytes // ranks.num_local
     cpu_memory_bytes = config.cpu_memory - exchange_bytes
     if cpu_memory_bytes <= 0:
@@ -105,14 +113,13 @@ def lay_out_generation(
             stages_codes=config.quantize.packs,
             min_chunk_numel=_chunk_numel(blocks, cpu_memory_bytes),
             rows_granule_bytes=rows_granule_bytes(form.model_blocks),
-            num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
+            num_rows_buffers=num_rows_buffers(ranks, memory_is_host=memory_is_host),
         )
     )
     pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})
     share = min(1.0, num_choices / num_experts) if num_choices and num_experts else 1.0
     num_outer_slots = pools.num_slots[SizeClass.OUTER]
-    own_shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
-    traffic = token_traffic(own_shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
+    traffic = token_traffic(own_shapes(blocks, ranks), slots, num_outer_slots=num_outer_slots, experts_share=share)
     record_bytes = cpu_memory_bytes - pools.cpu_pool_bytes if config.switches.resident_records == "auto" else 0
     is_cached = config.experts.cache != "off" and not config.quantize.packs  # packed experts have copies as records
     cache = _expert_cache(traffic, record_bytes) if is_cached else None

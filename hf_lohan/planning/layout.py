@@ -180,14 +180,10 @@ class OffloadLayout(StoredForm):
             activation_bytes=activation_bytes,
         )
 
-    @property
-    def _shards(self) -> WholeBlocks:
-        return shards_of(self.ranks)
-
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
         """Return the ways to compare: ``ways``, or by default all ways that the configuration allows. With one node
         there is only one way."""
-        return self.open_ways if ways is None else self._shards.ways(ways)
+        return self.open_ways if ways is None else _ways_of(self.ranks, ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
         """Return whether the RAM that the pools leave is enough for this way to exchange weights and gradients."""
@@ -265,7 +261,13 @@ class OffloadLayout(StoredForm):
     def own_spilled_bytes(self) -> int:
         """Bytes of this rank's gradients that RAM cannot hold. With several ranks, each holds float32 sums of its
         shards."""
-        return self._shards.spilled_bytes(self)
+        if self.ranks.num_ranks == 1:
+            return sum(record.num_bytes for record in self.spill_records())
+        blocks = (block for block in self.blocks if block.name in self.plan.spilled_blocks)
+        shards = ((block, *block.rank_ranges[self.ranks.rank]) for block in blocks)
+        return MASTER_ITEMSIZE_BYTES * sum(
+            min(stop, block.state_numel) - min(start, block.state_numel) for block, start, stop in shards
+        )
 
     @property
     def gradient_bytes(self) -> int:
@@ -278,8 +280,8 @@ class OffloadLayout(StoredForm):
 
     def held_gradients(self) -> tuple[BlockGradient, ...]:
         """Return the gradients of all blocks, in forward order. Return none unless gradients that do not fit the pool
-        may use RAM that activations leave."""
-        if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
+        may use RAM that activations leave. Several ranks read each other's gradients in the pool."""
+        if not self.plan.spilled_blocks or self.ranks.num_ranks > 1:
             return ()
         return tuple(
             BlockGradient(
@@ -296,81 +298,47 @@ class OffloadLayout(StoredForm):
         return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
 
 
-class WholeBlocks:
-    """Sizes for a single rank, which stores whole blocks."""
-
-    gradients_are_summed = False
-    gradients_stay_in_pool = False
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def num_rows_buffers(self, *, memory_is_host: bool) -> int:
-        """Return the number of host buffers for rows of a table: one for rows that are read, and one for rows in
-        transit to the device."""
-        return 1 if memory_is_host else 2
-
-    def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
+def own_shards(form: StoredForm, ranks: Ranks, owners: Mapping[str, int] | None = None) -> StoredForm:
+    """Return the form with this rank's records. With several ranks, each stores its shard of every block. ``owners``:
+    see `assign_shards`."""
+    if ranks.num_ranks == 1:
         return form
-
-    def may_stream_experts(self, config: ResolvedConfig) -> bool:
-        """Return whether `experts: auto` may load experts one by one."""
-        return True
-
-    def shape(self, block: Block) -> BlockShape:
-        return block.shape()
-
-    def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
-        return 0
-
-    def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
-        return (WAY_WITHIN_A_NODE,)
-
-    def spilled_bytes(self, layout: OffloadLayout) -> int:
-        return sum(record.num_bytes for record in layout.spill_records())
+    assign_shards(form.model_blocks, ranks.num_ranks, owners if form.model_blocks.experts else None)
+    return replace(form, records=records_of_rank(form.model_blocks.blocks, ranks.rank))
 
 
-class _Shards(WholeBlocks):
-    """Sizes for one of several ranks, which stores its shard of each block."""
+def own_shapes(blocks: Sequence[Block], ranks: Ranks) -> list[BlockShape]:
+    """Return the sizes of what this rank stores of each block, for blocks of which it stores something."""
+    shapes = (block.shape(ranks.rank if ranks.num_ranks > 1 else None) for block in blocks)
+    return [shape for shape in shapes if shape.param_bytes]
 
-    gradients_are_summed = True
-    """Gradients are summed over the ranks in float32."""
-    gradients_stay_in_pool = True
-    """Ranks read each other's gradients in the pool."""
 
-    def may_stream_experts(self, config: ResolvedConfig) -> bool:
-        return config.experts.parallel != "none"
-
-    def num_rows_buffers(self, *, memory_is_host: bool) -> int:
-        """Return the number of host buffers for rows of a table: the two of a single rank, and one for rows that are
-        sent to other ranks."""
+def num_rows_buffers(ranks: Ranks, *, memory_is_host: bool) -> int:
+    """Return the number of host buffers for rows of a table: one for rows that are read, one for rows in transit to the
+    device, and one for rows that are sent to other ranks."""
+    if ranks.num_ranks > 1:
         return 3
-
-    def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
-        assign_shards(form.model_blocks, self._ranks.num_ranks, owners if form.model_blocks.experts else None)
-        return replace(form, records=records_of_rank(form.model_blocks.blocks, self._ranks.rank))
-
-    def shape(self, block: Block) -> BlockShape:
-        return block.shape(self._ranks.rank)
-
-    def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
-        return _SHARED_BLOCKS * max(
-            block.fetched_bytes + coded_bytes_within(block, within) for block in common_blocks(blocks)
-        )
-
-    def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
-        return ways_of_ranks(asked, self._ranks.num_nodes, self._ranks.num_local)
-
-    def spilled_bytes(self, layout: OffloadLayout) -> int:
-        blocks = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)
-        shards = ((block, *block.rank_ranges[self._ranks.rank]) for block in blocks)
-        return MASTER_ITEMSIZE_BYTES * sum(
-            min(stop, block.state_numel) - min(start, block.state_numel) for block, start, stop in shards
-        )
+    return 1 if memory_is_host else 2
 
 
-def shards_of(ranks: Ranks) -> WholeBlocks:
-    return _Shards(ranks) if ranks.num_ranks > 1 else WholeBlocks(ranks)
+def shared_weight_bytes(blocks: Sequence[Block], ranks: Ranks, within: WithinCodec) -> int:
+    """Return the size of the memory that ranks of a node share for blocks in transit."""
+    if ranks.num_ranks == 1:
+        return 0
+    return _SHARED_BLOCKS * max(
+        block.fetched_bytes + coded_bytes_within(block, within) for block in common_blocks(blocks)
+    )
+
+
+def auto_may_stream_experts(config: ResolvedConfig, ranks: Ranks) -> bool:
+    """Return whether `experts: auto` may load experts one by one."""
+    return ranks.num_ranks == 1 or config.experts.parallel != "none"
+
+
+def _ways_of(ranks: Ranks, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
+    if ranks.num_ranks == 1:
+        return (WAY_WITHIN_A_NODE,)
+    return ways_of_ranks(asked, ranks.num_nodes, ranks.num_local)
 
 
 def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
@@ -427,7 +395,6 @@ def lay_out(
             f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
         )
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
-    shards = shards_of(ranks)
     make_form = partial(
         stored_form,
         model,
@@ -440,13 +407,13 @@ def lay_out(
     form = make_form()
     if streams_experts(model, form, config, ranks):
         form = make_form(streams_experts=True)
-    form = shards.cut(form, owners)
+    form = own_shards(form, ranks, owners)
     blocks = form.model_blocks.blocks
-    sums_gradients = sums_gradients or shards.gradients_are_summed
+    sums_gradients = sums_gradients or ranks.num_ranks > 1
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
     within = config.ranks.collectives.within if ranks.num_ranks > 1 else "exact"
-    shared_bytes = shards.shared_weight_bytes(blocks, within)
-    open_ways = shards.ways(config.ranks.collectives.open_ways())
+    shared_bytes = shared_weight_bytes(blocks, ranks, within)
+    open_ways = _ways_of(ranks, config.ranks.collectives.open_ways())
     messages = min(message_bytes(common_blocks(blocks), ranks, way) for way in open_ways)
     expert_bytes = lent_expert_bytes(config.experts.balance, ranks, blocks)
     exchange_bytes = shared_bytes // ranks.num_local + lending_bytes(expert_bytes)
@@ -475,7 +442,7 @@ def lay_out(
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
-        num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
+        num_rows_buffers=num_rows_buffers(ranks, memory_is_host=memory_is_host),
         lent_expert_bytes=expert_bytes,
         num_adding_devices=ranks.num_local + (ranks.num_nodes > 1) if config.ranks.transport == "nccl" else 1,
     )
@@ -494,7 +461,7 @@ def lay_out(
         plan=pools,
         holds_gradients=request.hold_gradients,
         keeps_gradient_dtypes=not sums_gradients,
-        records_of_a_step=_step_traffic(blocks, pools, shards) if config.switches.resident_records == "auto" else (),
+        records_of_a_step=_step_traffic(blocks, pools, ranks) if config.switches.resident_records == "auto" else (),
         record_bytes=cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,
         rules=rules,
@@ -520,7 +487,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: ResolvedConfig, 
                 f"experts: streamed is set, but {_lacks_experts(model)}; set experts to auto or with_layer"
             )
         return True
-    if not shards_of(ranks).may_stream_experts(config):
+    if not auto_may_stream_experts(config, ranks):
         return False
     fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]
     itemsize = form.master.working_dtype.itemsize
@@ -562,9 +529,9 @@ def _check_expert_parallel(model: nn.Module, has_experts: bool, config: Resolved
         )
 
 
-def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: WholeBlocks) -> tuple[RecordTraffic, ...]:
+def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[RecordTraffic, ...]:
     """Return the traffic of a step for each of this rank's records, with blocks in forward order."""
-    shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
+    shapes = own_shapes(blocks, ranks)
     master_of = {block.name: block.master for block in blocks}
     by_block: dict[str, list[RecordTraffic]] = {}
     for master in set(master_of.values()):
