@@ -39,12 +39,11 @@ def step_traffic(
     param_itemsize: int,
     state_itemsizes: Mapping[str, float],
     num_slots: Mapping[SizeClass, int],
-    num_micro_batches: int = 1,
 ) -> list[RecordTraffic]:
-    """Return the traffic of each record in a step, with blocks in forward order. `state_itemsizes`: bytes of a
-    parameter by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of a forward
-    are the first of the backward. The last blocks of a backward are the first of the next forward, if no update is
-    between them. An update reads all records again. Every micro-batch is assumed to reach every expert."""
+    """Return the traffic of each record in a step of one micro-batch, with blocks in forward order. `state_itemsizes`:
+    bytes of a parameter by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of
+    a forward are the first of the backward. The last blocks of a backward are the first of the next forward, if no
+    update is between them. An update reads all records again. A step is assumed to reach every expert."""
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     num_kept = num_slots[SizeClass.LAYER]
@@ -53,16 +52,15 @@ def step_traffic(
     def num_pass_reads(block: BlockShape) -> int:
         is_new = block.num_trainable_params > 0
         if block.size_class is SizeClass.EXPERT:
-            return 2 * num_micro_batches
+            return 2
         if block.size_class is SizeClass.LAYER:
-            in_forward = num_micro_batches if block.name not in at_start else int(is_new)
-            return in_forward + (num_micro_batches if block.name not in at_end else 0)
+            return int(block.name not in at_start or is_new) + int(block.name not in at_end)
         stays = block.size_class is SizeClass.RESIDENT or num_slots[SizeClass.OUTER] >= num_outer
-        return int(is_new) if stays else num_micro_batches
+        return int(is_new or not stays)
 
     def pass_read_bytes(block: BlockShape, num_bytes: int) -> int:
         if block.size_class is SizeClass.ROWS:
-            return num_micro_batches * num_bytes // ROWS_SHARE
+            return num_bytes // ROWS_SHARE
         return num_pass_reads(block) * num_bytes
 
     records = []

@@ -92,12 +92,10 @@ def layer(index: int, *, trained_numel: int = 1000, frozen_numel: int = 0) -> Bl
     )
 
 
-def param_reads(blocks: list[BlockShape], num_layer_slots: int, num_micro_batches: int = 1) -> list[float]:
+def param_reads(blocks: list[BlockShape], num_layer_slots: int) -> list[float]:
     """Return how often a step reads each block's parameters."""
     slots = {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0}
-    traffic = step_traffic(
-        blocks, param_itemsize=2, state_itemsizes=ITEMSIZES, num_slots=slots, num_micro_batches=num_micro_batches
-    )
+    traffic = step_traffic(blocks, param_itemsize=2, state_itemsizes=ITEMSIZES, num_slots=slots)
     return [record.read_bytes_per_step / record.num_bytes for record in traffic if record.kind == "param"]
 
 
@@ -105,7 +103,6 @@ def test_parameters_are_read_in_forward_in_backward_and_by_updates() -> None:
     layers = [layer(index) for index in range(6)]
     assert param_reads(layers, 2) == [3, 3, 3, 3, 2, 2]  # the last two are still in slots when backward begins
     assert param_reads(layers, 6) == [2] * 6
-    assert param_reads(layers, 2, num_micro_batches=3) == [5, 5, 7, 7, 4, 4]
 
 
 def test_frozen_parameters_are_read_only_by_passes() -> None:
