@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,31 +17,12 @@ from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordFiles, RecordRead
 
 
-class PeerWeightCache(Protocol):
-    """Shards by block and rank. Calls for one shard never overlap."""
-
-    way: Collectives
-    """How nodes exchange weights. This decides which shards a rank keeps (`kept_ranks`)."""
-
-    def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
-        """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; empty if ``out`` is
-        already filled."""
-
-    def read(self, block: Block, rank: int, out: Tensor) -> None:
-        """Fill ``out`` with a shard. Raises StorageError."""
-
-    def values(self, block: Block, rank: int) -> Tensor:
-        """Return a read-only shard. Raises StorageError."""
-
-    def write(self, block: Block, rank: int, part: Tensor) -> None:
-        """Replace a shard. Raises StorageError."""
-
-
 class RamPeerWeights:
-    """Keeps shards in one piece of memory."""
+    """Keeps shards in one piece of memory. Calls for one shard never overlap."""
 
     def __init__(self, memory: Tensor, blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> None:
-        """``memory``: uint8 tensor with the number of bytes that `planning` computes."""
+        """``memory``: uint8 tensor with the number of bytes that `planning` computes. ``way``: how nodes exchange
+        weights, which decides which shards a rank keeps (`kept_ranks`)."""
         names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, way)]
         self.way = way
         ends = accumulate((part_bytes(block, rank) for block, rank in names), initial=0)
@@ -51,6 +32,8 @@ class RamPeerWeights:
         }
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
+        """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; empty if ``out`` is
+        already filled."""
         self.read(block, rank, out)
         return []
 
@@ -58,6 +41,7 @@ class RamPeerWeights:
         out.copy_(self._parts[block, rank])
 
     def values(self, block: Block, rank: int) -> Tensor:
+        """Return a read-only shard."""
         return self._parts[block, rank]
 
     def write(self, block: Block, rank: int, part: Tensor) -> None:
@@ -65,7 +49,7 @@ class RamPeerWeights:
 
 
 class SsdPeerWeights:
-    """Keeps shards in a scratch file, as bytes."""
+    """Keeps shards in a scratch file, as bytes. Its methods are those of `RamPeerWeights`, and raise StorageError."""
 
     def __init__(self, files: RecordFiles, way: Collectives) -> None:
         self._files = files
@@ -91,3 +75,6 @@ class SsdPeerWeights:
     def write(self, block: Block, rank: int, part: Tensor) -> None:
         if part.numel():
             self._files.write(kept_record_name(block, rank), "param", 0, part.view(torch.uint8)).wait()
+
+
+PeerWeightCache: TypeAlias = RamPeerWeights | SsdPeerWeights
