@@ -163,9 +163,7 @@ def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[
         for path in paths:
             directories.append(_new_directory(existing_directory(path.path)))
         # Nothing is hashed, because the CPU's time is measured separately.
-        with RecordFiles.create_files(
-            layout, directories, _FILE_NAME, engine, is_scratch=True, hash_granules=_no_checksums
-        ) as files:
+        with RecordFiles.create_files(layout, directories, _FILE_NAME, engine, hash_granules=_no_checksums) as files:
             for directory in directories:
                 os.unlink(os.path.join(directory, _FILE_NAME))
                 os.rmdir(directory)

@@ -83,11 +83,10 @@ class RecordFiles:
         name: str,
         engine: IoEngine,
         *,
-        is_scratch: bool = False,
         hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """Create files of one home, and replace existing files. Raises the errors of `HomeFiles.create`."""
-        home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
+        """Create scratch files of one home, and replace existing files. Raises the errors of `HomeFiles.create`."""
+        home = HomeFiles.create(layout, directories, name, engine, is_scratch=True)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
     def use_device(self, hasher: DeviceHasher | None) -> None:

@@ -36,8 +36,6 @@ class ResidentCopy:
         self._num_changes: NumChanges = np.zeros(num_granules, np.uint32)
         self._writes: list[tuple[slice, IoRequest]] = []
         self._lock = Lock()
-        self.num_bytes_read = 0
-        """Bytes that were read so far from RAM instead of the SSD."""
 
     def try_read(self, start: int, out: Tensor) -> bool:
         """Fill `out` (uint8, any range) if all granules that it touches are held. Returns whether `out` was filled."""
@@ -47,7 +45,6 @@ class ResidentCopy:
             if not self._is_held[part].all():
                 return False
             out.copy_(self._memory[start : start + out.numel()])
-            self.num_bytes_read += out.numel()
         return True
 
     def store(self, start: int, source: Tensor) -> None:

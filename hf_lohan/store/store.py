@@ -392,7 +392,7 @@ class Store(RecordFiles):
         parts = [*(home.layout for home in self._homes), *(files.layout for files in scratches.values()), layout]
         check_room(self.paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
         directories = [path.path for path in self.paths]
-        files = RecordFiles.create_files(layout, directories, file_name, self._engine, is_scratch=True)
+        files = RecordFiles.create_files(layout, directories, file_name, self._engine)
         self._scratches = scratches | {name: files}
         return files
 

@@ -39,7 +39,7 @@ class SwapperBench:
         if ssd_granules:
             record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", ssd_granules * GRANULE_BYTES)
             layout = StoreLayout((record,), (StorePath(str(folder), 1 << 30),))
-            self._files = RecordFiles.create_files(layout, [str(folder)], "activations.bin", self.io, is_scratch=True)
+            self._files = RecordFiles.create_files(layout, [str(folder)], "activations.bin", self.io)
             self.staging = BufferPool(
                 self.device, name="staging", num_buffers=num_buffers, buffer_bytes=2 * GRANULE_BYTES
             )
