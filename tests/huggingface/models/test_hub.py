@@ -25,9 +25,9 @@ from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from transformers import LlamaForCausalLM, TrainingArguments
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.files import directories
-from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
 from hf_lohan.huggingface.models import hub
 from hf_lohan.huggingface.models.hub import read_model_config
