@@ -117,10 +117,5 @@ def checksum_bytes_per_s(*, num_threads: int, budget_s: float) -> float:
             checksums(content, _HASHED_GRANULE_BYTES)
 
     with ThreadPoolExecutor(num_threads, "lohan-checksums") as threads:
-
-        def hash_all() -> None:
-            for done in [threads.submit(hash_several, content) for content in contents]:
-                done.result()
-
         num_bytes = num_threads * _NUM_ROUNDS * _TILE_BYTES
-        return num_bytes / median_s(hash_all, lambda: None, budget_s=budget_s)
+        return num_bytes / median_s(lambda: list(threads.map(hash_several, contents)), lambda: None, budget_s=budget_s)

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Te
 
 from hf_lohan.device import Lane
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import IoEngine
 from hf_lohan.hardware.measurement import store_paths
-from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.hardware.ssd_rates import measure_ssds
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.offloaded_model import engine_of
@@ -238,7 +240,7 @@ def _drive_bytes_per_s(engine: OffloadEngine) -> float:
     _, together = measure_ssds(
         store_paths(config),
         engine.device,
-        SsdIo(num_threads=config.io_threads, piece_bytes=config.io_piece_bytes),
+        partial(IoEngine, config.io_threads, config.io_piece_bytes),
         scratch_bytes=_SCRATCH_BYTES,
         buffer_bytes=_BUFFER_BYTES,
         budget_s=_MEASURING_S,
