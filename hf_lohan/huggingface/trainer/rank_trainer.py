@@ -53,10 +53,6 @@ class RankTrainerMixin(TrainerMixin):
         """Links to the other ranks. There are none without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
-    def _on_all_ranks(self, what: str, answer: bool) -> bool:
-        """Return whether ``answer`` is True on all ranks. All ranks call this together. ``what`` names the question."""
-        return all(map(int, self._links.all_gather(what, str(int(answer)).encode())))
-
     @contextlib.contextmanager
     def _ending_all_ranks_on_error(self) -> Iterator[None]:
         """In this context, an error also ends the other ranks, because they would wait for this rank."""

@@ -577,7 +577,7 @@ class OffloadTrainerMixin(
     def _load_best_model(self) -> None:
         engine, best = self.offload_engine, self.state.best_model_checkpoint
         is_here = engine is not None and has_weights(self.model, best)
-        if engine is None or not self._on_all_ranks("whether the best model is there", is_here):
+        if engine is None or not all_agree(self._links, "whether the best model is there", is_here):
             if is_here:
                 logger.warning(
                     "another rank has no best model in %s, so all ranks keep the weights of the last step", best
