@@ -144,14 +144,14 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
                 typer.echo(str(error))
             else:
                 answers[question.name] = answer
-    made = use_answers({name: answer or "" for name, answer in answers.items()}, output)
-    Path(output).write_text(made.yaml, encoding="utf-8")
+    content, *commands = use_answers({name: answer or "" for name, answer in answers.items()}, output)
+    Path(output).write_text(content, encoding="utf-8")
     typer.echo(f"wrote {output}:")
-    typer.echo(made.yaml)
+    typer.echo(content)
     from hf_lohan.cli.plan_report import wear_of_answers  # after the questions, because it imports torch
 
     typer.echo(f"wear: {wear_of_answers(answers['model'] or '', output)}")
-    for command in made.commands:
+    for command in commands:
         typer.echo(command)
 
 
