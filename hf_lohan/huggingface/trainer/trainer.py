@@ -174,7 +174,7 @@ class RecordedRun(TrainerCallback):
         self.record.end_step(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.record.log(state.global_step, logs or {})
+        self.record.lines.log(state.global_step, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.end_run()
@@ -421,7 +421,7 @@ class OffloadTrainerMixin(
                     output = super().train(self._resume_point.folder, *args, **kwargs)
                 finally:
                     if self._record is not None:
-                        self._record.write_trace()
+                        self._record.lines.write_trace()
             if self._termination.any_rank_requested():  # the last step's commit may still be in progress
                 if self.offload_engine is not None:
                     self.offload_engine.close()
@@ -479,7 +479,7 @@ class OffloadTrainerMixin(
         if self.args.enable_jit_checkpoint and self._termination.ends_here():
             self._save_unless_saved(model, trial)
         if self._record is not None:
-            self._record.flush()
+            self._record.lines.flush()
         if self._journal is not None:
             self._journal.after_step()
 
