@@ -41,7 +41,7 @@ from hf_lohan.files import (
     StorePath,
 )
 from hf_lohan.files.data_file import byte_tensor
-from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import Block
 from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
@@ -169,7 +169,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
     records, run, first = [old.records for old in stores], {}, seen_stores[0]
     if first.seen_by == links.ranks.rank:
         with _opened(first.directories, key, io) as store:
-            form = form_of_records(store)
+            _, form = described_model(store)
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
             copied = [(seen.store_id, seen.newest) for seen in seen_stores]
             described = OldRun.of(store, [], copied, records_by_rank(form, num_ranks))
