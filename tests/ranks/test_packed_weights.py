@@ -17,10 +17,10 @@ from torch import Tensor
 from training_ranks import assert_same_run, closing, take_steps
 
 import hf_lohan.engine.ranks
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, open_tiers
-from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
 from hf_lohan.ranks import WEIGHTS_INT8, BlockCodec, Links, MeasuredCodec, Ranks

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import hf_lohan.engine.tiers
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend
 from hf_lohan.hardware.direct_io import DirectIo
-from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.huggingface.offloaded_model import enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere

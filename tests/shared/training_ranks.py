@@ -14,9 +14,9 @@ from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from equal_tensors import assert_same_tensors, same_bits
 from torch import Tensor
 
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
