@@ -32,7 +32,7 @@ from hf_lohan.huggingface.ranks import (
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.planning.shared_machine import rank_paths
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, check_equal
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.wording import times
@@ -202,13 +202,8 @@ class RankTrainerMixin(TrainerMixin):
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
         """Raise RanksDisagreeError if ranks would resume from different states."""
-        points = self._links.all_gather("the step from which to continue", _describe(point).encode())
-        for rank, others_point in enumerate(points):
-            if others_point != points[0]:
-                raise RanksDisagreeError(
-                    f"rank 0 would resume from {points[0].decode()}, and rank {rank} from {others_point.decode()}; "
-                    "resume from a checkpoint that all ranks can read"
-                )
+        what, advice = "the state from which to resume", "resume from a checkpoint that all ranks can read"
+        check_equal(what, lambda: {what: _describe(point)}, self._links, advice)
 
     def _check_batches(self, train_dataloader: Any) -> None:
         """Raise ValueError if ranks would take different numbers of steps."""
