@@ -189,20 +189,6 @@ def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs, model=trainer.model)
 
 
-def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of the class after ``mixin`` by name, because their order depends on the trainer. Raises
-    TypeError for arguments that a call would refuse."""
-    return by_name(trainer_class.__name__, upstream_names(trainer_class, mixin), given, named)
-
-
-def upstream_names(trainer_class: type, mixin: type) -> list[str]:
-    """Return the names of the arguments that the class after ``mixin`` takes by position."""
-    for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
-        if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
-            return own
-    return []
-
-
 def _how_to_offload(config: OffloadConfig, args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` and `offload_model` that follow from the arguments of a Trainer."""
     micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
@@ -246,7 +232,7 @@ class OffloadTrainerMixin(
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
         if not (self._is_initialized or self._makes_models):
-            own = set(upstream_names(type(self), OffloadTrainerMixin))
+            own = set(self._upstream_names())
             self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs.keys() - own}
             if "model_init_kwargs" not in own:
                 loading = dict(kwargs.pop("model_init_kwargs", None) or {})
@@ -256,11 +242,24 @@ class OffloadTrainerMixin(
                 self._model_init_kwargs = loading
         if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
             if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
-                args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
+                args = self._by_name((model, *rest), kwargs).get("args")
                 model = load_in_memory(model, args or TrainingArguments("tmp_trainer"), self._model_init_kwargs)
             super().__init__(model, *rest, **kwargs)
         else:
-            self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
+            self._construct(super().__init__, self._by_name((model, *rest), kwargs))
+
+    @classmethod
+    def _upstream_names(cls) -> list[str]:
+        """Return the names of the arguments that the class after this mixin takes by position."""
+        for base in cls.__mro__[cls.__mro__.index(OffloadTrainerMixin) + 1 :]:
+            if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
+                return own
+        return []
+
+    def _by_name(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of the class after this mixin by name, because their order depends on the trainer.
+        Raises TypeError for arguments that a call would refuse."""
+        return by_name(type(self).__name__, self._upstream_names(), given, named)
 
     def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
         """Initialize the attributes of the mixins before upstream's attributes. ``given`` and ``named``: the
@@ -295,7 +294,7 @@ class OffloadTrainerMixin(
 
     def _choose_place(self, given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
         """Return the value of `offload` that `offload="auto"` means here, and log the reason."""
-        settings = named_arguments(type(self), OffloadTrainerMixin, given, named) if given else named
+        settings = self._by_name(given, named) if given else named
         choice = choose_place(type(self), settings, self._model_init_kwargs, makes_models=self._makes_models)
         args = settings.get("args")
         (tqdm.write if args is None or args.should_log else logger.info)(choice.sentence)
