@@ -145,7 +145,9 @@ def generate_text(
         inputs = {name: tensor.to(engine.device.torch_device) for name, tensor in inputs.items()}
         with _seeded(seed, engine.device.torch_device):
             if num_beams == 1:
-                model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                streamer.on_finalized_text = lambda text, stream_end=False: write(text)
+                model.generate(**inputs, **settings, streamer=streamer)
             else:
                 tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
                 write(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -192,15 +194,6 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.name!r} has no readable tokenizer ({reason}); save the model's tokenizer to that folder: "
             "tokenizer.save_pretrained(folder)"
         ) from None
-
-
-class _Streamer(TextStreamer):
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._write(text)
 
 
 def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:
