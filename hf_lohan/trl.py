@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("TRL is not installed; pip install hf-lohan[trl]") from error
 
-from hf_lohan.huggingface import OffloadTrainerMixin  # under `lohan launch`, TRL's trainers already have it
+from hf_lohan import OffloadTrainerMixin  # under `lohan launch`, TRL's trainers already have it
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.cli.application import app
-from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

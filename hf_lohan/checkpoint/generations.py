@@ -9,12 +9,12 @@ while its source is there. If a part of other stores is gone, no older generatio
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape, glob
 from typing import Any, Literal
@@ -101,14 +101,6 @@ class SeenStore:
     commits: tuple[Kept, ...] = ()
     damage: str = ""
     """The error of reading its commits, or ""."""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> SeenStore:
-        commits = tuple(
-            Kept(**{**kept, "resharded_stores": tuple(map(tuple, kept["resharded_stores"]))})
-            for kept in fields["commits"]
-        )
-        return cls(**{**fields, "directories": tuple(fields["directories"]), "commits": commits})
 
     @property
     def newest(self) -> int:
@@ -240,10 +232,9 @@ def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: s
     takes no lock. All ranks call this together. Raises the errors of `kept_commits`, and ValueError if several states
     may continue."""
     ranks = links.ranks
-    seen = [asdict(store) for store in _seen_stores(directories, ranks.rank, ranks.num_ranks)]
-    packed = links.all_gather("the stores that each rank sees", json.dumps([launch_id, seen]).encode())
-    reports = [json.loads(of_rank) for of_rank in packed]
-    every = [SeenStore.from_json(fields) for _, of_rank in reports for fields in of_rank]
+    seen = [*_seen_stores(directories, ranks.rank, ranks.num_ranks)]
+    reports = gather_objects("the stores that each rank sees", (launch_id, seen), links)
+    every = [store for _, of_rank in reports for store in of_rank]
     launches = {launch for launch, _ in reports} - {None}
     sets = _sets_of(every, launches)
     found, why_lost = _choose(sets, ranks.num_ranks, ranks.rank)
@@ -327,6 +318,12 @@ def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: 
             except (StorageError, ForeignStoreError) as error:
                 facts["damage"] = str(error)
             yield SeenStore(**{**vars(store), **facts})
+
+
+def gather_objects(what: str, own: Any, links: Links) -> list[Any]:
+    """Return the objects of all ranks, pickled as torch.distributed's `all_gather_object` does. All ranks call this
+    together. ``what`` names the objects."""
+    return [pickle.loads(of_rank) for of_rank in links.all_gather(what, pickle.dumps(own))]
 
 
 def _refuse_half_moved(path: str) -> None:

@@ -223,14 +223,11 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
     """Read only the master residuals. bfloat16 weights have them, and float32 weights do not."""
-    if any(block.master.has_residual for block in engine.layout.blocks) and has_optimizer_states(checkpoint):
+    has_states = (Path(checkpoint) / FOLDER_NAME / INDEX_NAME).is_file()
+    if has_states and any(block.master.has_residual for block in engine.layout.blocks):
         index = _read_index(checkpoint)
         _check_fits(engine, index)
         _load_kinds(engine, index, ("master_residual",))
-
-
-def has_optimizer_states(checkpoint: str | Path) -> bool:
-    return (Path(checkpoint) / FOLDER_NAME / INDEX_NAME).is_file()
 
 
 def _read_index(checkpoint: str | Path) -> _Index:

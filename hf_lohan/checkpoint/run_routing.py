@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-
 from hf_lohan.checkpoint.generations import stores_of
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.experts import RoutedRows
@@ -12,22 +9,13 @@ from hf_lohan.store import kept_commits
 from hf_lohan.store.manifest import read_manifest
 
 
-@dataclass(frozen=True)
-class RunRouting:
-    """The facts about experts in the stores of a run."""
-
-    rows: RoutedRows | None
-    """Number of rows that each expert received. None if no rows were counted."""
-    blocks_by_rank: Sequence[Set[str]]
-    """For each rank: the names of the blocks in its store."""
-
-
-def routing_of(run: str) -> RunRouting:
-    """Return the routing of a run. ``run`` is its output folder or ssd path. This takes no lock, so the run may
-    continue meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
+def routing_of(run: str) -> tuple[RoutedRows | None, list[set[str]]]:
+    """Return the number of rows that each expert of a run received, or None if no rows were counted, and for each rank
+    the names of the blocks in its store. ``run`` is the run's output folder or ssd path. This takes no lock, so the run
+    may continue meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
     found = stores_of(store_paths_of(run)).found
     stores = [] if found is None else found.folders()
     kept = [kept_commits(directories)[:1] for directories in stores]
     rows = RoutedRows.of_all([commits[0].facts if commits else {} for commits in kept])
     manifests = [read_manifest(directories[0]) for directories in stores]
-    return RunRouting(rows, [{part.block for part in found.layout.records} if found else set() for found in manifests])
+    return rows, [{part.block for part in found.layout.records} if found else set() for found in manifests]

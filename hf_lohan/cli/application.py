@@ -144,14 +144,14 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
                 typer.echo(str(error))
             else:
                 answers[question.name] = answer
-    made = use_answers({name: answer or "" for name, answer in answers.items()}, output)
-    Path(output).write_text(made.yaml, encoding="utf-8")
+    content, *commands = use_answers({name: answer or "" for name, answer in answers.items()}, output)
+    Path(output).write_text(content, encoding="utf-8")
     typer.echo(f"wrote {output}:")
-    typer.echo(made.yaml)
+    typer.echo(content)
     from hf_lohan.cli.plan_report import wear_of_answers  # after the questions, because it imports torch
 
     typer.echo(f"wear: {wear_of_answers(answers['model'] or '', output)}")
-    for command in made.commands:
+    for command in commands:
         typer.echo(command)
 
 
@@ -237,25 +237,22 @@ def generate(
     if status is not None:
         raise typer.Exit(status)
     from hf_lohan.config import OffloadConfig
-    from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
+    from hf_lohan.huggingface.generate.text_generation import generate_text
 
-    request = TextRequest(
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        num_beams=num_beams,
-    )
     settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
     loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
     default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
     figures = generate_text(
         model,
-        request,
+        prompt,
         loaded,
         write=_write,
         default_ssd_path=default_ssd_path,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        num_beams=num_beams,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
 
 import torch
 import typer
@@ -21,7 +20,6 @@ from hf_lohan.costs import HardwareProfile
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import (
     MatrixShape,
-    MeasuringEffort,
     cached_hardware,
     examine_machine,
     examine_path,
@@ -40,22 +38,7 @@ SHAPES = (
 )
 """The matrix products of a layer of Llama 3 8B. `lohan doctor` has no model, and measures with these shapes."""
 DTYPE = torch.bfloat16
-EFFORT = MeasuringEffort()
 _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD: "bold red", Verdict.NOT_KNOWN: "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """All checks of the machine, and its profile if rates were measured."""
-
-    checks: tuple[Check, ...]
-    hardware: HardwareProfile | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "checks": [{**asdict(check), "verdict": check.verdict.value} for check in self.checks],
-            "hardware": self.hardware.to_mapping() if self.hardware is not None else None,
-        }
 
 
 def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: bool, output: str | None) -> None:
@@ -64,19 +47,24 @@ def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: boo
     if output is not None and not measure:
         raise ValueError(f"--output {output} needs measured rates; remove --no-measure")
     with Console(stderr=True).status("measuring") if measure else nullcontext():
-        examination = examine(offload, measure=measure, measure_again=measure_again)
+        checks, hardware = examine(offload, measure=measure, measure_again=measure_again)
     if as_json:
-        typer.echo(json.dumps(examination.to_json(), indent=2))
+        facts = {
+            "checks": [{**asdict(check), "verdict": check.verdict.value} for check in checks],
+            "hardware": hardware.to_mapping() if hardware is not None else None,
+        }
+        typer.echo(json.dumps(facts, indent=2))
     else:
-        print_tables(examination)
+        print_tables(checks, Console())
     if output is not None:
-        if examination.hardware is None:
-            raise ValueError(f"nothing was written to {output}: {examination.checks[-1].value}")
-        write_hardware(output, examination.hardware)
+        if hardware is None:
+            raise ValueError(f"nothing was written to {output}: {checks[-1].value}")
+        write_hardware(output, hardware)
 
 
-def examine(offload: str, *, measure: bool = True, measure_again: bool = False) -> Examination:
-    """Check this machine for a run with an offload config. A failed measurement becomes a bad check, not an error.
+def examine(offload: str, *, measure: bool, measure_again: bool = False) -> tuple[list[Check], HardwareProfile | None]:
+    """Check this machine for a run with an offload config. Returns all checks, and the machine's profile if rates were
+    measured. A failed measurement becomes a bad check, not an error.
 
     `measure` takes seconds, unless a profile is cached. `measure_again` ignores the cache. With `ssd: auto`, the drive
     of the working directory is checked. Raises ConfigError.
@@ -89,9 +77,7 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
     hardware = None
     if measure:
         try:
-            hardware = cached_hardware(
-                config, device, matrix_shapes=SHAPES, dtype=DTYPE, effort=EFFORT, measure_again=measure_again
-            )
+            hardware = cached_hardware(config, device, matrix_shapes=SHAPES, dtype=DTYPE, measure_again=measure_again)
             hardware = with_gpu_link(hardware)
             form = master_format(DTYPE, config.moment_dtype)
             update_bytes = DTYPE.itemsize + form.state_bytes_per_param
@@ -99,19 +85,18 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
         except (OSError, ValueError) as error:
             advice = "fix the problems of the paths"
             checks.append(Check("measured rates", f"none: {error}", Verdict.BAD, advice))
-    return Examination(tuple(checks), hardware)
+    return checks, hardware
 
 
-def print_tables(examination: Examination, console: Console | None = None) -> None:
+def print_tables(checks: Sequence[Check], console: Console) -> None:
     """Print one table for the machine, one for each path, and a summary."""
-    console = console or Console()
-    subjects = dict.fromkeys(check.subject for check in examination.checks)
+    subjects = dict.fromkeys(check.subject for check in checks)
     for subject in subjects:
         console.print(Text(subject or "this machine", style="bold"), soft_wrap=True)
-        console.print(_table([check for check in examination.checks if check.subject == subject]))
-    num_bad = sum(check.verdict is Verdict.BAD for check in examination.checks)
-    num_better = sum(check.verdict is Verdict.COULD_BE_BETTER for check in examination.checks)
-    console.print(Text(f"{len(examination.checks)} checks: {num_bad} bad, {num_better} could be better"))
+        console.print(_table([check for check in checks if check.subject == subject]))
+    num_bad = sum(check.verdict is Verdict.BAD for check in checks)
+    num_better = sum(check.verdict is Verdict.COULD_BE_BETTER for check in checks)
+    console.print(Text(f"{len(checks)} checks: {num_bad} bad, {num_better} could be better"))
 
 
 def _table(checks: Sequence[Check]) -> Table:

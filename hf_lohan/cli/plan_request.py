@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
-from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
+from hf_lohan.checkpoint.run_routing import routing_of
 from hf_lohan.cli.plan_options import PlanRequest
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig, ResolvedConfig
@@ -20,6 +20,7 @@ from hf_lohan.costs import BudgetError, Fusion, HardwareProfile, SizeClass
 from hf_lohan.costs.fitting import device_limit_bytes
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.engine.ranks import check_device_transport
+from hf_lohan.experts import RoutedRows
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
 from hf_lohan.hardware.direct_io import uses_direct_io
@@ -155,16 +156,16 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     )
     experts = find_experts(model)
     run = request.routing or (run_of_checkpoint(request.model) if experts else None)
-    routed = None
+    rows, blocks_by_rank = None, list[set[str]]()
     if run is not None:
         try:
-            routed = routing_of(run)
+            rows, blocks_by_rank = routing_of(run)
         except (ValueError, StorageError, ForeignStoreError) as error:
             if request.routing is not None:
                 raise
             logger.warning("planned without the routing of the run in %s: %s", run, error)
+            run = None
     names = [f"{name}.{number}" for name, of in experts.items() for number in range(of.num_experts)]
-    is_same = routed is not None and len(routed.blocks_by_rank) == ranks.num_ranks
     layout = lay_out(
         model,
         config,
@@ -173,10 +174,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         sums_gradients=micro_batches.sums_gradients,
         memory_is_host=memory_is_host,
         ranks=ranks,
-        owners=owners_by_name(routed.blocks_by_rank, names) if routed is not None and is_same else None,
+        owners=owners_by_name(blocks_by_rank, names) if len(blocks_by_rank) == ranks.num_ranks else None,
     )
     check_device_transport(layout.ranks, config)
-    routing = None if routed is None or run is None else _routing(routed, layout, run, is_asked=request.routing == run)
+    routing = None if run is None else _routing(rows, layout, run, is_asked=request.routing == run)
 
     def measure(traced: TracedModel, _shape: StepShape) -> HardwareProfile:
         found = hardware or _measured(config, device, traced, dtype)
@@ -219,17 +220,17 @@ def run_of_checkpoint(model: str) -> str | None:
     return None
 
 
-def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: bool) -> dict[str, Sequence[int]]:
+def _routing(routed: RoutedRows | None, layout: OffloadLayout, run: str, *, is_asked: bool) -> dict[str, Sequence[int]]:
     """Return a dict from layer to the number of rows that a run counted for each expert. It is empty if the run counted
     other experts. ``is_asked``: raise ValueError instead, if the model's experts are streamed."""
     layers = {block.name for block in layout.blocks if block.size_class is SizeClass.LAYER}
     found: dict[str, Sequence[int]] = {}
-    for name, counts in (routed.rows.layers if routed.rows is not None else {}).items():
+    for name, counts in (routed.layers if routed is not None else {}).items():
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is not None and any(counts):
             found[layer] = counts
     own = {blocks[0].name.rpartition(".")[0]: len(blocks) for blocks in layout.model_blocks.experts.values()}
-    counted = {} if routed.rows is None else {name: len(of) for name, of in routed.rows.layers.items() if any(of)}
+    counted = {} if routed is None else {name: len(of) for name, of in routed.layers.items() if any(of)}
     if found and counted.items() <= own.items():
         return found
     if is_asked and own:

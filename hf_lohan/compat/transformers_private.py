@@ -18,8 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from hf_lohan.compat.patches import replaced
@@ -377,18 +375,12 @@ def is_causal_mask_skipped(options: Mapping[str, Any]) -> bool:
     )
 
 
-def replace_mask(name: str, replacement: Callable[..., Any]) -> None:
-    """Have transformers make masks by ``replacement``, whose first argument is the stock function."""
-    stock = ALL_MASK_ATTENTION_FUNCTIONS[name]
+def replace_function(functions: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Have transformers call ``replacement``, whose first argument is the stock function, for ``name`` in
+    ``functions``, its table of mask or attention functions."""
+    stock = functions[name]
     if getattr(stock, "func", None) is not replacement:
-        type(ALL_MASK_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
-
-
-def replace_attention(name: str, replacement: Callable[..., Any]) -> None:
-    """Have transformers run an attention by ``replacement``, whose first argument is the stock function."""
-    stock = ALL_ATTENTION_FUNCTIONS[name]
-    if getattr(stock, "func", None) is not replacement:
-        type(ALL_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
+        type(functions).register(name, functools.partial(replacement, stock))
 
 
 # Outputs that models record from their modules, such as routers' logits.

@@ -46,16 +46,6 @@ class Question:
     """Converts an answer to settings. Raises ConfigError for a wrong answer."""
 
 
-@dataclass(frozen=True)
-class Answers:
-    """An offload config and commands that use it."""
-
-    yaml: str
-    """Content of the config file."""
-    commands: tuple[str, ...]
-    """A command that predicts the run, and a command that trains."""
-
-
 def _of_model(answer: str) -> dict[str, Any]:
     if not answer.strip():
         raise ConfigError("the model is not named; give a checkpoint folder, a config.json or a name in the Hub")
@@ -120,9 +110,10 @@ def missing_answers(answers: Mapping[str, str | None]) -> list[str]:
     return [f"--{question.name}" for question in QUESTIONS if answers.get(question.name) is None]
 
 
-def use_answers(answers: Mapping[str, str], file: str) -> Answers:
-    """Return the offload config and the commands for ``answers``, whose keys are the names of the questions. ``file``
-    is the path for the config. Raises ConfigError for a wrong answer."""
+def use_answers(answers: Mapping[str, str], file: str) -> tuple[str, str, str]:
+    """Return the content of a config file, a command that predicts the run, and a command that trains. The keys of
+    ``answers`` are the names of the questions. ``file`` is the path for the config. Raises ConfigError for a wrong
+    answer."""
     settings: dict[str, Any] = {}
     for question in QUESTIONS:
         settings |= question.settings(answers[question.name])
@@ -132,12 +123,10 @@ def use_answers(answers: Mapping[str, str], file: str) -> Answers:
     model, name = shlex.quote(answers["model"]), Path(answers["model"]).resolve().name.removesuffix(".json")
     text = yaml.safe_dump(settings, sort_keys=False) if settings else "# everything is automatic\n"
     trained_by = f"lohan launch --offload {shlex.quote(file)} -m trl.cli.main sft"
-    return Answers(
+    return (
         text,
-        (
-            f"lohan estimate {model} --offload {shlex.quote(file)}",
-            f"{trained_by} --model_name_or_path {model} --dataset_name DATA --output_dir outputs/{shlex.quote(name)}",
-        ),
+        f"lohan estimate {model} --offload {shlex.quote(file)}",
+        f"{trained_by} --model_name_or_path {model} --dataset_name DATA --output_dir outputs/{shlex.quote(name)}",
     )
 
 

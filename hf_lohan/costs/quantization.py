@@ -65,7 +65,7 @@ class EncodedMatrix:
 
     @property
     def row_bytes(self) -> int:
-        return _round_up(-(-self.columns * self.bits // 8), self.cut_bytes)
+        return round_up(-(-self.columns * self.bits // 8), self.cut_bytes)
 
     @property
     def codes_bytes(self) -> int:
@@ -79,13 +79,13 @@ class EncodedMatrix:
     @property
     def zero_points_start(self) -> int:
         """First byte of the zero points, which follow the scales."""
-        return _round_up(self.grid[0] * self.grid[1] * _ITEMSIZES[self.scales], SCALE_ALIGN_BYTES)
+        return round_up(self.grid[0] * self.grid[1] * _ITEMSIZES[self.scales], SCALE_ALIGN_BYTES)
 
     @property
     def scales_bytes(self) -> int:
         """Bytes of scales and zero points, aligned."""
         zero_points = self.rows * self.grid[1] if self.has_zero_points else 0
-        return self.zero_points_start + _round_up(zero_points, SCALE_ALIGN_BYTES)
+        return self.zero_points_start + round_up(zero_points, SCALE_ALIGN_BYTES)
 
 
 EncodedWeights: TypeAlias = tuple[tuple[str, tuple[EncodedMatrix, ...]], ...]
@@ -94,7 +94,7 @@ EncodedWeights: TypeAlias = tuple[tuple[str, tuple[EncodedMatrix, ...]], ...]
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "uint8": 1}
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -196,7 +196,7 @@ class Quantization:
         num_bytes = 4 * num_scales
         if self.double:
             num_bytes = num_scales + 4 * (-(-num_scales // SCALES_PER_SCALE) + 1)
-        return _round_up(num_bytes, SCALE_ALIGN_BYTES)
+        return round_up(num_bytes, SCALE_ALIGN_BYTES)
 
 
 def _weights_of(groups: Mapping[str, Any]) -> EncodedWeights:

@@ -11,6 +11,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from hf_lohan.costs.quantization import round_up
 from hf_lohan.device import Device, Lane
 from hf_lohan.hardware.rates import median_s
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
@@ -55,8 +56,8 @@ class _Chunk:
         self._threads = threads
         self._form = form = master_format(working_dtype, moment_dtype)
         # Parts begin where tie codes and scale blocks do, as in a run.
-        self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), TIE_RUN_NUMEL)
-        self.numel = _rounded_up(numel, SCALE_BLOCK_NUMEL)
+        self._part_numel = round_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), TIE_RUN_NUMEL)
+        self.numel = round_up(numel, SCALE_BLOCK_NUMEL)
         self.records = {
             kind: torch.zeros(form.numel(kind, self.numel), dtype=form.state_dtype(kind)) for kind in form.state_kinds
         }
@@ -79,10 +80,6 @@ class _Chunk:
         segments = [Segment(0, gradient.numel(), _GROUP, step=10)]
         private = [buffer[4 * start : 4 * (start + self._part_numel)] for buffer in self._private]
         update_records_(records, gradient, segments, form, position=start, private=private)
-
-
-def _rounded_up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple
 
 
 @contextmanager
@@ -117,10 +114,5 @@ def checksum_bytes_per_s(*, num_threads: int, budget_s: float) -> float:
             checksums(content, _HASHED_GRANULE_BYTES)
 
     with ThreadPoolExecutor(num_threads, "lohan-checksums") as threads:
-
-        def hash_all() -> None:
-            for done in [threads.submit(hash_several, content) for content in contents]:
-                done.result()
-
         num_bytes = num_threads * _NUM_ROUNDS * _TILE_BYTES
-        return num_bytes / median_s(hash_all, lambda: None, budget_s=budget_s)
+        return num_bytes / median_s(lambda: list(threads.map(hash_several, contents)), lambda: None, budget_s=budget_s)

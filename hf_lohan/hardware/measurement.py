@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from hf_lohan.config import ResolvedConfig
 from hf_lohan.costs import COMPUTING_RATES, CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.device import Device, available_host_memory_bytes
-from hf_lohan.files import SECTOR_BYTES, StorePath
+from hf_lohan.files import SECTOR_BYTES, IoEngine, StorePath
 from hf_lohan.files.directories import resolve_capacities
 from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_per_s
 from hf_lohan.hardware.machine import device_name
@@ -25,7 +26,7 @@ from hf_lohan.hardware.rates import (
     matmul_flops_per_s,
     measure_links,
 )
-from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.hardware.ssd_rates import measure_ssds
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.threads import set_compute_threads
 
@@ -85,7 +86,7 @@ def measure_hardware(
         alone, together = measure_ssds(
             paths,
             device,
-            SsdIo(num_threads=config.io_threads, piece_bytes=config.io_piece_bytes),
+            partial(IoEngine, config.io_threads, config.io_piece_bytes),
             scratch_bytes=effort.scratch_bytes,
             buffer_bytes=effort.io_buffer_bytes,
             budget_s=0.35 * budget_s,

@@ -63,7 +63,6 @@ def cached_hardware(
     attention: AttentionShape | None = None,
     effort: MeasuringEffort | None = None,
     measure_again: bool = False,
-    directory: str | None = None,
     measure: Callable[..., HardwareProfile] = measure_hardware,
 ) -> HardwareProfile:
     """Return an earlier result of `measure_hardware` for the same device, CPU, torch, threads, drives, shapes and
@@ -74,7 +73,7 @@ def cached_hardware(
     """
     effort = (effort or MeasuringEffort()).within(config)
     key = _key(config, device, matrix_shapes, dtype, attention, effort)
-    file = _file(directory, key)
+    file = _file(key)
     profile = None if measure_again else _read(file, key)
     if profile is None:
         with _taking_turns(os.path.dirname(file)):
@@ -96,13 +95,10 @@ def has_cached_hardware(
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,
     attention: AttentionShape | None = None,
-    effort: MeasuringEffort | None = None,
-    directory: str | None = None,
 ) -> bool:
-    """Return whether `cached_hardware` has an earlier result."""
-    effort = (effort or MeasuringEffort()).within(config)
-    key = _key(config, device, matrix_shapes, dtype, attention, effort)
-    return _read(_file(directory, key), key) is not None
+    """Return whether `cached_hardware` has an earlier result of the usual effort."""
+    key = _key(config, device, matrix_shapes, dtype, attention, MeasuringEffort().within(config))
+    return _read(_file(key), key) is not None
 
 
 def cache_directory() -> str:
@@ -157,9 +153,9 @@ def _drive(path: str) -> list[int | str]:
     return [os.stat(directory).st_dev, mount_of(directory).file_system]
 
 
-def _file(directory: str | None, key: dict[str, Any]) -> str:
+def _file(key: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return os.path.join(directory or cache_directory(), f"{digest[:24]}.json")
+    return os.path.join(cache_directory(), f"{digest[:24]}.json")
 
 
 def _read(file: str, key: dict[str, Any]) -> HardwareProfile | None:

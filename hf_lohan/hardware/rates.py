@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -286,14 +286,7 @@ def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRa
 
     # As in a run, each direction has its own thread. A CPU device copies in these threads.
     with ThreadPoolExecutor(2, "lohan-links") as threads:
-
-        def copy_both() -> None:
-            both = [threads.submit(copy_several, lane) for lane in (Lane.H2D, Lane.D2H)]
-            wait(both)
-            for future in both:
-                future.result()
-
-        both_s = median_s(copy_both, lambda: None, budget_s=budget_s / 3)
+        both_s = median_s(lambda: list(threads.map(copy_several, ends)), lambda: None, budget_s=budget_s / 3)
     return LinkRates(
         h2d_bytes_per_s=alone_bytes_per_s(Lane.H2D),
         d2h_bytes_per_s=alone_bytes_per_s(Lane.D2H),

@@ -18,7 +18,6 @@ from hf_lohan.device import Device
 from hf_lohan.files import (
     SECTOR_BYTES,
     CapacityError,
-    FileBackend,
     IoEngine,
     IoRequest,
     Shortfall,
@@ -52,19 +51,10 @@ class SsdRates:
     """Sum of reads and writes when they take turns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SsdIo:
-    """The run's settings for `IoEngine`."""
-
-    num_threads: int
-    piece_bytes: int
-    backend: FileBackend | None = None
-
-
 def measure_ssds(
     paths: Sequence[StorePath],
     device: Device,
-    io: SsdIo,
+    make_io: Callable[..., IoEngine],
     *,
     scratch_bytes: int,
     buffer_bytes: int,
@@ -72,6 +62,7 @@ def measure_ssds(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SsdRates], SsdRates]:
     """Measure each of `paths` alone, and all of them together with striping. Their capacities must be known.
+    ``make_io(max_inflight_bytes=...)`` returns an `IoEngine` with the run's settings.
 
     A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. The file
     has no name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not
@@ -83,7 +74,7 @@ def measure_ssds(
     each_s = budget_s / num_measured
 
     def rates(measured: Sequence[StorePath], num_bytes: int) -> SsdRates:
-        with _scratch(measured, num_bytes, io) as files:
+        with _scratch(measured, num_bytes, make_io) as files:
             return _Traffic(files, device, buffer_bytes, clock).rates(each_s)
 
     alone = [rates([path], num_bytes) for path, num_bytes in zip(paths, sizes, strict=True)]
@@ -154,10 +145,10 @@ class _Traffic:
 
 
 @contextmanager
-def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[RecordFiles]:
+def _scratch(paths: Sequence[StorePath], num_bytes: int, make_io: Callable[..., IoEngine]) -> Iterator[RecordFiles]:
     """Yield files without a name, striped over `paths`, with `num_bytes` in total."""
     layout = StoreLayout((RecordSpec(*_BLOCK, "float32", num_bytes // 4),), tuple(paths))
-    engine = IoEngine(io.num_threads, io.piece_bytes, max(num_bytes, io.piece_bytes), io.backend)
+    engine = make_io(max_inflight_bytes=num_bytes)
     directories: list[str] = []
     try:
         for path in paths:

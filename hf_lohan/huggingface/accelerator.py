@@ -37,11 +37,11 @@ from hf_lohan.huggingface.models.state_dicts import (
 )
 from hf_lohan.huggingface.offloaded_model import engine_of, run_plan_of
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over
-from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks, stores_here
+from hf_lohan.huggingface.ranks import links_to_other_ranks, stores_here
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_same_layers
-from hf_lohan.ranks import check_equal
+from hf_lohan.ranks import bytes_of, check_equal
 from hf_lohan.record import LoopRecord, record_folder
 
 logger = logging.getLogger(__name__)
@@ -172,10 +172,11 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         """Same as in accelerate, but scalars (such as the number of items in a step) are sent over the engine's links,
         because errors of the links name a missing rank."""
         engine = self.offload_engine
-        gathered = None
-        if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
-            gathered = gather_number(tensor, engine.links)
-        return super().gather(tensor) if gathered is None else gathered
+        if engine is None or not engine.links.ranks.others or not isinstance(tensor, Tensor) or tensor.ndim:
+            return super().gather(tensor)
+        own = bytes_of(tensor.detach().cpu()).numpy().tobytes()
+        gathered = b"".join(engine.links.all_gather("a number of each rank", own))
+        return torch.frombuffer(bytearray(gathered), dtype=tensor.dtype).to(tensor.device)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0

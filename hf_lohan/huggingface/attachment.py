@@ -18,6 +18,7 @@ from hf_lohan.activations import chunked_head_of
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.config import OffloadConfig, ResolvedConfig
 from hf_lohan.device import Device
 from hf_lohan.engine import (
@@ -38,7 +39,6 @@ from hf_lohan.huggingface.models.recipe import ModelRecipe
 from hf_lohan.huggingface.models.saving import dtypes_of, dtypes_to_save
 from hf_lohan.huggingface.offloaded_model import (
     attach_to,
-    compute_expert,
     recompute_without_reentry,
     run_by_engine,
     use_store,
@@ -200,7 +200,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: ResolvedConf
         block_began=show_blocks(layout.model_blocks, tiers.device.timeline),
     )
     with OutOfMemoryAdvice(config).added_to_errors():
-        engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
+        engine = OffloadEngine(model, layout, tiers, config, events, one_expert)
 
     run_by_engine(engine, model, plan)
     chunked_head = chunked_head_of(model, chunked_loss_of(config))

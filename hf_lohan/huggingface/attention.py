@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers
@@ -33,8 +35,7 @@ from hf_lohan.compat.transformers_private import (
     mask_pattern,
     recorded_names,
     recording_outputs,
-    replace_attention,
-    replace_mask,
+    replace_function,
 )
 from hf_lohan.engine.model_hooks import step_shape
 
@@ -156,8 +157,8 @@ def cuttable_layers(
 def _take_masks_and_attention() -> None:
     """Make transformers call this module for masks and attention. Outside of chunks it calls the stock functions."""
     for name in _CUT_ATTENTION:
-        replace_mask(name, _make_mask)
-    replace_attention("sdpa", _attend)
+        replace_function(ALL_MASK_ATTENTION_FUNCTIONS, name, _make_mask)
+    replace_function(ALL_ATTENTION_FUNCTIONS, "sdpa", _attend)
 
 
 @contextlib.contextmanager

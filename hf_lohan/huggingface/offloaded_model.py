@@ -23,7 +23,6 @@ from hf_lohan.compat.transformers_private import (
     grouped_experts,
     is_reentrant,
     make_non_reentrant,
-    one_expert,
     put_cache,
     register_experts,
     run_experts_by,
@@ -330,8 +329,6 @@ _EXPERTS_IMPLEMENTATION = "lohan"
 
 _streamed_experts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StreamedExperts]] = weakref.WeakKeyDictionary()
 """Maps each module of experts to the streamed experts that replace it."""
-
-compute_expert = one_expert
 
 
 def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:

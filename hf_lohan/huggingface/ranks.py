@@ -19,7 +19,6 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import parse_flag_from_env
-from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
 from hf_lohan.checkpoint.generations import RunStores, find_stores, refuse_steps
@@ -131,15 +130,6 @@ class StepTimeouts:
         self._links.watch.timeout_s = timeout_s
         if torch.distributed.is_initialized():
             set_collectives_timeout(timeout_s)
-
-
-def gather_number(number: Tensor, links: Links) -> Tensor | None:
-    """Return the numbers of all ranks [num_ranks], or None for a single rank."""
-    if not links.ranks.others:
-        return None
-    payload = number.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
-    gathered = b"".join(links.all_gather("a number of each rank", payload))
-    return torch.frombuffer(bytearray(gathered), dtype=number.dtype).to(number.device)
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:

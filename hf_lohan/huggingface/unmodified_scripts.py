@@ -16,6 +16,7 @@ import accelerate
 import yaml
 from transformers import trainer as stock_module
 
+import hf_lohan
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files.directories import temporary_folder
 from hf_lohan.huggingface.accelerator import Accelerator
@@ -26,9 +27,8 @@ from hf_lohan.huggingface.trainer.trl_models import initialize_before
 
 logger = logging.getLogger(__name__)
 
-_OUR_MODULES = ("hf_lohan.huggingface",)
-_TRAINER_MODULES = ("transformers", "transformers.trainer")
-_ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
+_TRAINER_MODULES = ("transformers", "transformers.trainer", "hf_lohan")
+_ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator", "hf_lohan")
 _LAUNCHER_MODULE = "accelerate.commands.launch"
 
 
@@ -50,13 +50,12 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
     stock = stock_module.Trainer
     offloading = _offloading_class(stock, config)
     with launched_with(config) as launch, contextlib.ExitStack() as undo:
-        for name in (*_TRAINER_MODULES, *_OUR_MODULES):
+        for name in _TRAINER_MODULES:
             _replace(undo, importlib.import_module(name), "Trainer", offloading)
         accelerator = _offloading_accelerator(config)
-        for name in (*_ACCELERATOR_MODULES, *_OUR_MODULES):
+        for name in _ACCELERATOR_MODULES:
             _replace(undo, importlib.import_module(name), "Accelerator", accelerator)
-        for name in _OUR_MODULES:
-            _replace(undo, importlib.import_module(name), "OffloadTrainerMixin", _AlreadyMixedIn)
+        _replace(undo, hf_lohan, "OffloadTrainerMixin", _AlreadyMixedIn)
         _replace(undo, importlib.import_module(_LAUNCHER_MODULE), "launch_command", launcher)
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):

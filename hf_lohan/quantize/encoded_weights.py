@@ -43,48 +43,39 @@ class UnreadTensor(Protocol):
 def decode_numbers(codes: Tensor) -> Tensor:
     """Decode codes of a torch dtype, such as float8 and int8."""
     if codes.device.type == "cpu" and codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # a table is faster
-        return _look_up(_float8_values(codes.dtype), codes)
+        return _look_up("float8_e4m3fn" if codes.dtype == torch.float8_e4m3fn else "float8_e5m2", codes)
     return codes.to(torch.float32)
-
-
-@cache
-def _float8_values(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
-
-
-def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """Return the elements of a table [256] whose indices are the bytes of ``codes``, as float32."""
-    index = codes.contiguous().view(torch.uint8).to(torch.int32)
-    return table.index_select(0, index.flatten()).view(torch.float32).view(*codes.shape[:-1], -1)
 
 
 def decode_fp4(codes: Tensor) -> Tensor:
     """Decode two FP4 numbers (E2M1) from each byte. The first is in the lower half."""
-    return _look_up(_fp4_pairs(codes.device), codes)
-
-
-@cache
-def _fp4_pairs(device: torch.device) -> Tensor:
-    """Return a table [256] that maps a byte to its two float32 values, as one element of 8 bytes."""
-    numbers = torch.tensor(_FP4_VALUES)
-    pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
-    return pairs.view(torch.float64).flatten().to(device)
+    return _look_up("fp4", codes)
 
 
 def decode_int4(codes: Tensor) -> Tensor:
     """Decode eight integers from -8 to 7 from each int32, stored as offsets from -8, the first in the lowest bits."""
-    return _unpack_int32(codes, 4)
+    return _look_up("int4_in_int32", codes)
 
 
 def decode_int8(codes: Tensor) -> Tensor:
     """Decode four integers from -128 to 127 from each int32, stored as offsets from -128, the first in the low bits."""
-    return _unpack_int32(codes, 8)
+    return _look_up("int8_in_int32", codes)
 
 
-def _unpack_int32(codes: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    offsets = codes.unsqueeze(-1) >> shifts & (1 << bits) - 1
-    return (offsets - (1 << bits - 1)).flatten(-2).to(torch.float32)
+def _look_up(kind: CodeKind, codes: Tensor) -> Tensor:
+    index = codes.contiguous().view(torch.uint8).to(torch.int32)
+    values = _values_of_bytes(kind, codes.device).index_select(0, index.flatten())
+    return values.view(torch.float32).view(*codes.shape[:-1], -1)
+
+
+@cache
+def _values_of_bytes(kind: CodeKind, device: torch.device) -> Tensor:
+    """Return a table [256] that maps a byte of codes to its float32 value, or its two values as one element of 8
+    bytes."""
+    values = _values_of(kind, device)
+    if values.numel() == 256:
+        return values
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.float64).flatten()
 
 
 def decode_scales(scales: Tensor) -> Tensor:
@@ -129,7 +120,7 @@ def _values_of(codes: CodeKind, device: torch.device) -> Tensor:
         case "int8" | "int8_of_127":
             values = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
         case _:
-            values = _float8_values(getattr(torch, codes))
+            values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, codes)).to(torch.float32)
     return values.to(device)
 
 

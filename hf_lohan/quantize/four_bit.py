@@ -25,6 +25,7 @@ _NF4 = (
 )
 _FP4 = (0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, -0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0)
 _VALUES = {"nf4": _NF4, "fp4": _FP4}
+_CPU = torch.device("cpu")
 _SMALLEST = 1e-38
 _NUM_CELLS = 1 << 16
 """Number of cells that divide [-1, 1]. Each cell has one code of 8 bits."""
@@ -33,15 +34,10 @@ _DECODED_AT_ONCE_NUMEL = 1 << 18
 
 
 @cache
-def values_of(method: str) -> Tensor:
+def values_of(method: str, device: torch.device = _CPU) -> Tensor:
     """Return the values [16] of the codes of a method."""
     values = torch.tensor(_VALUES[method], dtype=torch.float32)
-    return values / values.abs().max()
-
-
-@cache
-def _values_on(method: str, device: torch.device) -> Tensor:
-    return values_of(method).to(device)
+    return (values / values.abs().max()).to(device)
 
 
 @cache
@@ -61,7 +57,7 @@ def _bounds(method: str) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def scale_values(device: torch.device) -> Tensor:
+def scale_values(device: torch.device = _CPU) -> Tensor:
     """Return the ascending values [256] of the 8-bit codes of scales: a dynamic exponent and a linear fraction."""
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -140,7 +136,7 @@ def _cell_of(values: Tensor) -> Tensor:
 def _scale_codes() -> Tensor:
     """Return the code of each cell. bitsandbytes uses this table on a CPU, so a value near the middle of two codes may
     get either code."""
-    values = scale_values(torch.device("cpu"))
+    values = scale_values()
     cells = torch.arange(_NUM_CELLS, dtype=torch.float64)
     middles = (2 * cells / (_NUM_CELLS - 1) - 1).to(torch.float32)
     return torch.bucketize(middles, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
@@ -253,7 +249,7 @@ class FourBitForm(PackedForm):
                 codes,
                 scales[4 * num_floats :][:num_scales] if form.double else floats,
                 floats if form.double else None,
-                _values_on(form.method, out.device),
+                values_of(form.method, out.device),
                 scale_values(out.device),
                 block=form.block,
                 first=first,

@@ -70,12 +70,12 @@ class RunRecord:
     killed run has a summary.
     """
 
-    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None] = print) -> None:
+    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None]) -> None:
         self.engine = engine
         self._plan = plan
         self._say = say
         self._peak = AnonymousMemoryPeak()
-        self._lines = StepLines(engine, plan)
+        self.lines = StepLines(engine, plan)
         self._folder = Path()
         self._num_planned_steps: int | None = None
         self._step_s: list[float] = []
@@ -117,12 +117,12 @@ class RunRecord:
                 ssd[PATHS_OF_RANKS] = paths
         self._write(SETTINGS_NAME, settings)
         self._write_summary(is_finished=False)
-        self._lines.begin_run(folder / FOLDER, step)
+        self.lines.begin_run(folder / FOLDER, step)
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
         self._num_tokens = 0
-        self._lines.begin_step()
+        self.lines.begin_step()
 
     def count_tokens(self, inputs: Any) -> None:
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
@@ -177,7 +177,7 @@ class RunRecord:
                 self._write_summary(is_finished=False)
             except (CapacityError, StorageError) as error:  # the end of training writes the summary again
                 logger.warning("cannot write the summary of the run so far: %s", error)
-        self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
+        self.lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
 
     def _warn_of_swap(self) -> None:
         before, self._swapped_out_bytes = self._swapped_out_bytes, _swapped_out_bytes()
@@ -191,21 +191,14 @@ class RunRecord:
                 *map(format_bytes, (num_bytes, max(limit // 2, limit - num_bytes // ranks.num_local), limit)),
             )
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record values that were logged for a finished step. Keys are the names that Trainer uses."""
-        self._lines.log(step, values)
-
-    def flush(self) -> None:
-        self._lines.flush()
-
     def end_run(self) -> None:
         self._peak.stop()
         if self.engine.is_closed:  # a closed engine has no figures, but the lines of the steps can be written
-            self._lines.flush()
+            self.lines.flush()
             return
         self.engine.wait_for_updates()  # figures of the run include the updates of the last step
         self._write_summary(is_finished=True)
-        self._lines.end_run()
+        self.lines.end_run()
         if self._step_s:
             figures, prediction = self.figures(), self._prediction()
             planned_s = prediction["predicted_step_s"]
@@ -215,9 +208,6 @@ class RunRecord:
                 f"{figures['tokens_per_s']:,.0f} tokens a second; more figures are in {self._folder / FOLDER}; "
                 f"`lohan report {self._folder}` writes them as one HTML page"
             )
-
-    def write_trace(self) -> None:
-        self._lines.write_trace()
 
     # The files.
 
@@ -340,9 +330,7 @@ class LoopRecord:
     """Writes `<folder>/lohan/` for a training loop without a Trainer. The number of steps is not known. A step begins
     with a forward and ends with the optimizer's step."""
 
-    def __init__(
-        self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None]) -> None:
         self.engine = engine
         self._record = RunRecord(engine, plan, say)
         self._folder = folder
@@ -377,7 +365,9 @@ class LoopRecord:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record the numbers that the loop logs for its last step. Values that are not numbers are ignored."""
         if self._has_begun:
-            self._record.log(self._num_steps, {name: value for name, value in values.items() if _is_number(value)})
+            self._record.lines.log(
+                self._num_steps, {name: value for name, value in values.items() if _is_number(value)}
+            )
 
     def end_run(self) -> None:
         if self._has_begun and not self._has_ended:
@@ -385,7 +375,7 @@ class LoopRecord:
             try:
                 self._record.end_run()
             finally:
-                self._record.write_trace()
+                self._record.lines.write_trace()
 
 
 def _is_number(value: Any) -> bool:

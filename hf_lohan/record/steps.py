@@ -97,6 +97,7 @@ class StepLines:
         self._is_written = False
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record values that were logged for a finished step. Keys are the names that Trainer uses."""
         logged = {name: _number(values[name]) for name in _LOGGED if name in values}
         if not logged or self._line.get("step") != step:
             return

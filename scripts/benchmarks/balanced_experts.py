@@ -22,10 +22,11 @@ from benchmarking import LEARNING_RATE, Options, benchmark, folder_in, spread, t
 from rich.console import Console
 from torch import Tensor, nn
 
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -51,7 +52,7 @@ class Paced(torch.autograd.Function):
 
 
 def paced_expert(row_s: float, module: nn.Module, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    paced: Tensor = Paced.apply(compute_expert(module, rows, weights), row_s)
+    paced: Tensor = Paced.apply(one_expert(module, rows, weights), row_s)
     return paced
 
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import Journal
 from hf_lohan.hardware import AnonymousMemoryPeak
-from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.store import Checksums, RecordFiles, checksums
 from hf_lohan.wording import format_bytes
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import OffloadPlan, plan_offload, sweep_swapped_bytes
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.offloaded_model import run_plan_of
 from hf_lohan.wording import format_bytes
 

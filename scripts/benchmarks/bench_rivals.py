@@ -114,7 +114,7 @@ def our_step(
     from benchmarking import offloaded_step
 
     from hf_lohan.config import OffloadConfig
-    from hf_lohan.huggingface import offload_model
+    from hf_lohan.huggingface.attachment import offload_model
     from hf_lohan.huggingface.compiling import compile_model
     from hf_lohan.huggingface.offloaded_model import run_plan_of
 

@@ -38,7 +38,7 @@ from rich.console import Console
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import AnonymousMemoryPeak
-from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.wording import format_bytes
 
 IMPLICIT = "synchronizing CUDA operation"

@@ -283,7 +283,7 @@ def visit(visits: list[str], file: str) -> None:
 
 def trace_loading() -> Visits:
     """Trace `from_pretrained`, and the settings in one step after it."""
-    from hf_lohan.huggingface import engine_of, from_pretrained
+    from hf_lohan import engine_of, from_pretrained
 
     visits = Visits()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from trained_states import FORMATS, INDEX, Offload, everything, train
 
-from hf_lohan.checkpoint.optimizer_states import has_optimizer_states, load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.optim import TIE_CODES
@@ -65,9 +65,7 @@ def test_the_index_gives_the_place_of_each_state(
 ) -> None:
     engine = offload(tiny_model("llama"), dtype=dtype, optimizer_state_dtype=state_dtype)
     train(engine, range(2))
-    assert not has_optimizer_states(tmp_path)
     save_optimizer_states(engine, tmp_path)
-    assert has_optimizer_states(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     shapes = {part.name: list(part.shape) for part in engine.parameter_slices}
     assert {name: place["shape"] for name, place in index["parameters"].items()} == shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app, doctor
-from hf_lohan.cli.doctor import Examination, examine, print_tables
+from hf_lohan.cli.doctor import examine, print_tables
 from hf_lohan.cli.verdicts import Check, Verdict
-from hf_lohan.hardware import MatrixShape, read_hardware
+from hf_lohan.hardware import MatrixShape, cached_hardware, read_hardware
 
 runner = CliRunner()
 
@@ -24,7 +25,7 @@ runner = CliRunner()
 def offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A config file with its own path. Measurements take milliseconds and are cached next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(doctor, "EFFORT", TINY_EFFORT)
+    monkeypatch.setattr(doctor, "cached_hardware", partial(cached_hardware, effort=TINY_EFFORT))
     monkeypatch.setattr(doctor, "SHAPES", (MatrixShape(64, 32, 16),))
     (tmp_path / "store").mkdir()
     file = tmp_path / "offload.yaml"
@@ -116,7 +117,7 @@ def test_refusals_are_one_line(
 
 def test_auto_paths_are_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    subjects = {check.subject for check in examine("lohan", measure=False).checks}
+    subjects = {check.subject for check in examine("lohan", measure=False)[0]}
     assert subjects == {"", str(tmp_path / "_lohan" / "store")}
     assert list(tmp_path.iterdir()) == []
 
@@ -125,7 +126,7 @@ def test_words_fit_into_cells_in_80_columns() -> None:
     advice = "use a GPU; if the machine has one, install its driver"
     value = "2.1 GB/s to it, 2.55 GB/s from it"
     console = Console(width=80, record=True, file=StringIO())
-    print_tables(Examination((Check("reads and writes mixed", value, Verdict.COULD_BE_BETTER, advice),), None), console)
+    print_tables([Check("reads and writes mixed", value, Verdict.COULD_BE_BETTER, advice)], console)
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert f"reads and writes mixed   could be better   {value}" in lines
     assert sum(line in f"{advice} " and len(line) > 8 for line in lines) == 2, "the advice needs two lines"
@@ -134,7 +135,7 @@ def test_words_fit_into_cells_in_80_columns() -> None:
 def test_brackets_in_paths_are_printed() -> None:
     checks = (Check("[bold]name", "[/red]", Verdict.BAD, "[x]", "/mnt/[1]"),)
     console = Console(width=100, record=True, file=StringIO())
-    print_tables(Examination(checks, None), console)
+    print_tables(checks, console)
     printed = console.export_text()
     for words in ("[bold]name", "[/red]", "[x]", "/mnt/[1]", "1 checks: 1 bad"):
         assert words in printed

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from hf_lohan import OffloadTrainerMixin
 from hf_lohan.compat import transformers_private as private
-from hf_lohan.huggingface import OffloadTrainerMixin
 from hf_lohan.huggingface.offloaded_model import enable_checkpointing
 from hf_lohan.huggingface.trainer.trainer import TRACKERS
 from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model, tiny_rows

@@ -25,7 +25,7 @@ from trajectories import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.huggingface import OffloadTrainerMixin
+from hf_lohan import OffloadTrainerMixin
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates import NonFiniteGradientError
 

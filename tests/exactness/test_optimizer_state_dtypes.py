@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 import hf_lohan
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
-from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import Store

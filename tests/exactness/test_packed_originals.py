@@ -21,10 +21,10 @@ from trajectories import Trajectory, arguments, assert_same_bits, dataset, finis
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface import engine_of
 from hf_lohan.quantize import values_of
 from hf_lohan.quantize.four_bit import encode
 from hf_lohan.testing.models import tiny_batch, tiny_model

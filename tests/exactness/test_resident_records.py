@@ -18,7 +18,7 @@ import hf_lohan.planning.layout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import RecordTraffic, step_traffic
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.huggingface.offloaded_model import compute_expert
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.testing.models import tiny_model
 
 
@@ -30,7 +30,7 @@ def test_an_expert_alone_equals_the_grouped_product(dtype: torch.dtype, num_toke
 
     def alone(expert: int, of_expert: Tensor) -> Tensor:
         own = {name: weight[expert : expert + 1] for name, weight in module.named_parameters()}
-        return compute_expert(module, of_expert, own)
+        return one_expert(module, of_expert, own)
 
     ids, order = torch.sort(chosen.reshape(-1))
     outputs = torch.empty(ids.numel(), 128, device="cuda", dtype=dtype)

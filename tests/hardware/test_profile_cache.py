@@ -44,15 +44,20 @@ class Measurer:
         return replace(self.profile, h2d_bytes_per_s=1e9 * self.num_calls)
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(profiles, "cache_directory", lambda: str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def measurer(profile: HardwareProfile) -> Measurer:
     return Measurer(profile)
 
 
 @pytest.fixture
-def ask(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> Ask:
+def ask(config: OffloadConfig, measurer: Measurer) -> Ask:
     def ask(**changes: Any) -> HardwareProfile:
-        asked = {"matrix_shapes": SHAPES, "dtype": torch.bfloat16, "directory": str(tmp_path / "cache")} | changes
+        asked = {"matrix_shapes": SHAPES, "dtype": torch.bfloat16} | changes
         chosen = asked.pop("config", config)
         return cached_hardware(chosen, asked.pop("device", CpuDevice()), measure=measurer, **asked)
 
@@ -73,7 +78,7 @@ def test_hardware_is_measured_once_and_the_file_is_private(ask: Ask, measurer: M
 
 
 def test_has_cached_hardware(ask: Ask, config: OffloadConfig, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"matrix_shapes": SHAPES, "directory": str(tmp_path / "cache")}
+    asked: dict[str, Any] = {"matrix_shapes": SHAPES}
     assert not has_cached_hardware(config, CpuDevice(), dtype=torch.bfloat16, **asked)
     ask()
     assert has_cached_hardware(config, CpuDevice(), dtype=torch.bfloat16, **asked)
@@ -170,12 +175,19 @@ def test_a_damaged_file_is_measured_again_and_replaced(
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "file"])
 def test_an_unusable_cache_measures_each_time(
-    ask: Ask, measurer: Measurer, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+    ask: Ask,
+    measurer: Measurer,
+    tmp_path: Path,
+    place: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").touch()
-    directory = str(tmp_path / place)  # an absolute path replaces tmp_path
-    ask(directory=directory)
-    ask(directory=directory)
+    monkeypatch.setattr(
+        profiles, "cache_directory", lambda: str(tmp_path / place)
+    )  # an absolute path replaces tmp_path
+    ask()
+    ask()
     assert measurer.num_calls == 2
     assert "cannot be saved" in caplog.text
 
@@ -194,6 +206,7 @@ def test_links_in_the_cache_are_not_followed(ask: Ask, measurer: Measurer, tmp_p
 
 
 def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()  # of `cache`
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profiles.cache_directory() == str(tmp_path / "lohan" / "hardware")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -202,7 +215,7 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert profiles.cache_directory() == str(tmp_path / "home" / ".cache" / "lohan" / "hardware")
 
 
-def test_one_of_many_threads_measures(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> None:
+def test_one_of_many_threads_measures(config: OffloadConfig, measurer: Measurer) -> None:
     num_threads = 4
     together = threading.Barrier(num_threads)
     is_measuring = threading.Lock()
@@ -217,10 +230,7 @@ def test_one_of_many_threads_measures(config: OffloadConfig, measurer: Measurer,
     def ask(number: int) -> HardwareProfile:
         together.wait()
         dtype = (torch.float32, torch.bfloat16)[number % 2]
-        directory = str(tmp_path / "cache")
-        return cached_hardware(
-            config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, directory=directory, measure=measure
-        )
+        return cached_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, measure=measure)
 
     with ThreadPoolExecutor(num_threads) as threads:
         measured = list(threads.map(ask, range(num_threads)))

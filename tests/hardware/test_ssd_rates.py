@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from storage_doubles import CountingBackend, FaultyBackend
 
 from hf_lohan.device import CpuDevice
-from hf_lohan.files import CapacityError, FileBackend, StorageError, StorePath
+from hf_lohan.files import CapacityError, FileBackend, IoEngine, StorageError, StorePath
 from hf_lohan.hardware import ssd_rates
-from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.hardware.ssd_rates import measure_ssds
 
 MIB = 1 << 20
 
@@ -30,7 +31,7 @@ class Tick:
 
 
 def measure(paths: list[StorePath], backend: FileBackend | None = None, *, step_s: float = 1e-9, size: int = MIB):
-    io = SsdIo(num_threads=2, piece_bytes=65536, backend=backend)
+    io = partial(IoEngine, 2, 65536, backend=backend)
     return measure_ssds(paths, CpuDevice(), io, scratch_bytes=size, buffer_bytes=MIB, budget_s=1.0, clock=Tick(step_s))
 
 

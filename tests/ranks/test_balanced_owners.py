@@ -26,7 +26,7 @@ from hf_lohan.cli import app
 from hf_lohan.config import OffloadConfig
 from hf_lohan.experts import RoutedRows
 from hf_lohan.files import CapacityError, IoEngine, StorePath
-from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.huggingface.ranks import at_stores
 from hf_lohan.model import owners_as_stored
 from hf_lohan.ranks import Links
@@ -213,7 +213,7 @@ def test_what_cannot_be_balanced_is_refused_in_one_line(run: Path, tmp_path: Pat
 def test_a_run_without_counted_rows_is_refused(rows: dict[str, list[int]] | None, run: Path) -> None:
     engine = IoEngine(2, 1 << 20, 1 << 22)
     with Store.open([StorePath(str(run / STORE / "rank-0-of-2.g1"))], model=None, engine=engine) as store:
-        form = form_of_records(store)
+        _, form = described_model(store)
     engine.close()
     facts: list[dict[str, Any]] = [{}, {}]
     if rows is not None:

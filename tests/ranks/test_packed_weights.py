@@ -17,10 +17,11 @@ from torch import Tensor
 from training_ranks import assert_same_run, closing, take_steps
 
 import hf_lohan.engine.ranks
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.costs import SizeClass
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, open_tiers
-from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.planning import OffloadLayout, lay_out, part_bytes
 from hf_lohan.ranks import WEIGHTS_INT8, BlockCodec, Links, MeasuredCodec, Ranks
 from hf_lohan.testing.models import tiny_batch
@@ -69,7 +70,7 @@ def train(
     layout = lay_out(base.model, config, working_dtype=dtype, hold_gradients=True, ranks=links.ranks)
     tiers = open_tiers(layout, config, device or CpuDevice(), links)
     base.write(ParameterAccess(tiers.store, layout.blocks, tiers.states, links, packs=True))
-    engine = OffloadEngine(base.model, layout, tiers, config, compute_expert=compute_expert)
+    engine = OffloadEngine(base.model, layout, tiers, config, compute_expert=one_expert)
     stream_experts(engine.experts)
     engine.planned_memory.allocate_copies()
     found = Trained(layout=layout, shared_bytes=tiers.rank_memory.weights.bytes.numel() if tiers.rank_memory else 0)

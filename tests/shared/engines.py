@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import hf_lohan.engine.tiers
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend
 from hf_lohan.hardware.direct_io import DirectIo
-from hf_lohan.huggingface.offloaded_model import compute_expert, enable_checkpointing, enable_recompute, stream_experts
+from hf_lohan.huggingface.offloaded_model import enable_checkpointing, enable_recompute, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
@@ -117,7 +118,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
             memory_is_host=device.memory_is_host,
             rules=rules,
         )
-        engines.append(open_engine(model, layout, config, device, events=events, compute_expert=compute_expert))
+        engines.append(open_engine(model, layout, config, device, events=events, compute_expert=one_expert))
         stream_experts(engines[-1].experts)
         return engines[-1]
 

@@ -11,9 +11,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import engine_of, offload_model
+from hf_lohan.huggingface.attachment import offload_model
 
 
 @pytest.fixture(autouse=True)

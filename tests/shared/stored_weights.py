@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 
 
 def stored(model: Any) -> dict[str, Tensor]:

@@ -14,9 +14,10 @@ from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from equal_tensors import assert_same_tensors, same_bits
 from torch import Tensor
 
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -83,7 +84,7 @@ def rank_engine(
     layout = lay_out(
         model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks, owners=owners
     )
-    engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
+    engine = open_engine(model, layout, config, device, links, compute_expert=one_expert)
     stream_experts(engine.experts)
     with closing(engine, links):
         yield engine

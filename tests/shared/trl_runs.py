@@ -17,7 +17,7 @@ from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from torch import Tensor
 
 import hf_lohan.trl
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 from hf_lohan.testing.models import tiny_model
 
 BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}

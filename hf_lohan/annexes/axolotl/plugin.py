@@ -16,9 +16,9 @@ import transformers
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field
 
+from hf_lohan import OffloadTrainerMixin, engine_of, from_pretrained
 from hf_lohan.compat.patches import replaced
 from hf_lohan.config import ConfigError, OffloadConfig
-from hf_lohan.huggingface import OffloadTrainerMixin, engine_of, from_pretrained
 from hf_lohan.huggingface.models.adapters import changes_the_base
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, choose_optimizer, config_named_by_optim
 from hf_lohan.planning import MicroBatches

@@ -21,7 +21,7 @@ from hf_lohan.experts import RoutedRows
 from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.durable_file import remove_folder
-from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, RecordSpec, Store
@@ -108,7 +108,7 @@ def reshard(
                 for of_rank in before.folders()
             ]
             commits, copied = _commits_to_copy(old)
-            form = form_of_records(next((store for store in old if store.model_folder is not None), old[0]))
+            _, form = described_model(next((store for store in old if store.model_folder is not None), old[0]))
             records = [store.records for store in old]
             owners = owners_in(form, records)
             check_records(records_by_rank(form, num_before, owners), records, [store.paths[0].path for store in old])

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +26,7 @@ from hf_lohan.annexes.resharding.reshard import (
     pieces_of,
     records_by_rank,
 )
-from hf_lohan.checkpoint.generations import RunStores, SeenStore
+from hf_lohan.checkpoint.generations import RunStores, SeenStore, gather_objects
 from hf_lohan.device import mapped_empty
 from hf_lohan.engine.parameter_access import another_base_error
 from hf_lohan.files import (
@@ -41,10 +38,10 @@ from hf_lohan.files import (
     StorePath,
 )
 from hf_lohan.files.data_file import byte_tensor
-from hf_lohan.huggingface.models.export import form_of_records
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import Block
 from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
-from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store import RecordSpec, Store
 from hf_lohan.store.versions import Checksums
 
 _TOGETHER_BYTES = 256 << 20
@@ -158,58 +155,27 @@ def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
 def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
     """Return the facts of the old run that all ranks need. The first rank that sees an old store describes it."""
     seen_stores, key, num_ranks = _stores(found), found.last.key, links.ranks.num_ranks
-    own = {}
+    own: dict[int, OldStore] = {}
     for seen in seen_stores:
         if seen.seen_by == links.ranks.rank:
             with _opened(seen.directories, key, io) as store:
-                own[seen.rank] = asdict(OldStore.of(store))
-    told = links.all_gather("the content of the old stores", _packed(own))
-    by_rank = {int(rank): fields for of_rank in told for rank, fields in _unpacked(of_rank).items()}
-    stores = [_old_store(by_rank[rank]) for rank in range(found.num_ranks)]
-    records, run, first = [old.records for old in stores], {}, seen_stores[0]
+                own[seen.rank] = OldStore.of(store)
+    by_rank: dict[int, OldStore] = {}
+    for told in gather_objects("the content of the old stores", own, links):
+        by_rank |= told
+    stores = [by_rank[rank] for rank in range(found.num_ranks)]
+    records, first, divided = [old.records for old in stores], seen_stores[0], None
     if first.seen_by == links.ranks.rank:
         with _opened(first.directories, key, io) as store:
-            form = form_of_records(store)
+            _, form = described_model(store)
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
             copied = [(seen.store_id, seen.newest) for seen in seen_stores]
-            described = OldRun.of(store, [], copied, records_by_rank(form, num_ranks))
-            run = {**asdict(described), "old_shards": [[*map(asdict, shard)] for shard in old_shards]}
-    told = links.all_gather("how the new stores are divided", _packed(run))
-    fields = next(filter(None, map(_unpacked, told)))
-    old_shards = [_records(shard) for shard in fields.pop("old_shards")]
+            divided = OldRun.of(store, [], copied, records_by_rank(form, num_ranks)), old_shards
+    run, old_shards = next(filter(None, gather_objects("how the new stores are divided", divided, links)))
     check_records(old_shards, records, [seen.directories[0] for seen in seen_stores])
-    fields |= {
-        "stores": stores,
-        "shards": [*map(_records, fields["shards"])],
-        "model": ModelIdentity(**fields["model"]),
-    }
-    old = OldRun(**fields)
+    old = replace(run, stores=stores)
     old.refuse_deferred_steps(first.directories[0])
     return old
-
-
-def _old_store(fields: Mapping[str, Any]) -> OldStore:
-    ties = {block: (first, np.frombuffer(codes, np.int16)) for block, (first, codes) in fields["tie_codes"].items()}
-    return OldStore(**{**fields, "records": _records(fields["records"]), "tie_codes": ties})
-
-
-def _records(shard: Sequence[Mapping[str, Any]]) -> tuple[RecordSpec, ...]:
-    return tuple(RecordSpec(**fields) for fields in shard)
-
-
-_BYTES = "base64"
-
-
-def _packed(fields: Mapping[Any, Any]) -> bytes:
-    """Return JSON. Bytes and arrays are encoded as text, and `_unpacked` returns both as bytes."""
-    return json.dumps(fields, default=lambda content: {_BYTES: base64.b64encode(content).decode()}).encode()
-
-
-def _unpacked(text: bytes) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(
-        text, object_hook=lambda fields: base64.b64decode(fields[_BYTES]) if [*fields] == [_BYTES] else fields
-    )
-    return content
 
 
 def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> Store:

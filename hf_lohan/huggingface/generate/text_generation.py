@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Te
 
 from hf_lohan.device import Lane
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import IoEngine
 from hf_lohan.hardware.measurement import store_paths
-from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.hardware.ssd_rates import measure_ssds
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.offloaded_model import engine_of
@@ -29,43 +31,6 @@ from hf_lohan.timeline import SSD_READ
 
 _SCRATCH_BYTES, _BUFFER_BYTES = 128 << 20, 64 << 20
 _MEASURING_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextRequest:
-    """The prompt, and how the next token is chosen. With `temperature`, `top_p` or `seed` tokens are sampled. With
-    several beams, beam search chooses them. Otherwise the likeliest token is chosen."""
-
-    prompt: str
-    max_new_tokens: int = 128
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    num_beams: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.num_beams < 1:
-            raise ValueError(
-                f"max_new_tokens={self.max_new_tokens} and num_beams={self.num_beams} must both be at least 1"
-            )
-        if self.temperature is not None and self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0; leave it out for the likeliest token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-
-    @property
-    def is_sampled(self) -> bool:
-        return not (self.temperature is None and self.top_p is None and self.seed is None)
-
-    def settings(self) -> dict[str, Any]:
-        settings = {"temperature": self.temperature, "top_p": self.top_p} if self.is_sampled else {}
-        given = {name: value for name, value in settings.items() if value is not None}
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "num_beams": self.num_beams,
-            "do_sample": self.is_sampled,
-            **given,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,33 +83,46 @@ class PassClock(LogitsProcessor):
 
 def generate_text(
     path: str | Path,
-    request: TextRequest,
+    prompt: str,
     offload: Any = "lohan",
     *,
     write: Callable[[str], None],
     default_ssd_path: str | Path,
-    torch_device: torch.device | str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    num_beams: int = 1,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> GenerationFigures:
-    """Generate text, and pass it to ``write`` piece by piece, or at the end with beams. Raises the errors of
-    `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer.
+    """Generate text, and pass it to ``write`` piece by piece, or at the end with beams. With ``temperature``, ``top_p``
+    or ``seed`` tokens are sampled. With several beams, beam search chooses them. Otherwise the likeliest token is
+    chosen. Raises the errors of `load_for_generation`, and ValueError for an empty prompt, a number that is not allowed
+    or a folder without a tokenizer.
 
     With several ranks, all ranks generate the same tokens, and rank 0 writes them. Each rank's RAM and drives serve its
     shards of layers and its experts. The bytes and rates of the figures are sums of all ranks."""
+    if max_new_tokens < 1 or num_beams < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} and num_beams={num_beams} must both be at least 1")
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"temperature={temperature} must be above 0; leave it out for the likeliest token")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
+    is_sampled = any(value is not None for value in (temperature, top_p, seed))
+    chosen = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
     began_s = time.perf_counter()
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _tokenizer_of(Checkpoint.open(path, origin))
-    inputs = tokenizer(request.prompt, return_tensors="pt")
+    inputs = tokenizer(prompt, return_tensors="pt")
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if not num_prompt_tokens:
-        raise ValueError(f"prompt={request.prompt!r} has no tokens; give a prompt with text")
+        raise ValueError(f"prompt={prompt!r} has no tokens; give a prompt with text")
     model = load_for_generation(
         path,
         offload,
-        max_length=num_prompt_tokens + request.max_new_tokens,
-        num_sequences=request.num_beams,
-        torch_device=torch_device,
+        max_length=num_prompt_tokens + max_new_tokens,
+        num_sequences=num_beams,
         default_ssd_path=default_ssd_path,
         **origin,
     )
@@ -153,16 +131,23 @@ def generate_text(
     try:
         loaded_s = time.perf_counter()
         clock = PassClock(engine)
-        settings = request.settings() | {"logits_processor": LogitsProcessorList([clock])}
+        settings: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "num_beams": num_beams,
+            "do_sample": is_sampled,
+            **chosen,
+            "logits_processor": LogitsProcessorList([clock]),
+        }
         links = links_to_other_ranks()
         write = write if links.ranks.rank == 0 else lambda _text: None  # rank 0 writes the same text
-        seed = request.seed
-        if seed is None and request.is_sampled:  # all ranks draw the same tokens
+        if seed is None and is_sampled:  # all ranks draw the same tokens
             seed = int(links.all_gather("the seed of rank 0", str(secrets.randbits(63)).encode())[0])
         inputs = {name: tensor.to(engine.device.torch_device) for name, tensor in inputs.items()}
         with _seeded(seed, engine.device.torch_device):
-            if request.num_beams == 1:
-                model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
+            if num_beams == 1:
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                streamer.on_finalized_text = lambda text, stream_end=False: write(text)
+                model.generate(**inputs, **settings, streamer=streamer)
             else:
                 tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
                 write(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -211,15 +196,6 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Any:
         ) from None
 
 
-class _Streamer(TextStreamer):
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._write(text)
-
-
 def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:
     """Return `read_bytes`, `missing_bytes` and `drive_bytes_per_s` of `GenerationFigures`, each the sum of all ranks.
     ``read_bytes``: value of this rank. All ranks call this together, including ranks without missing bytes."""
@@ -238,7 +214,7 @@ def _drive_bytes_per_s(engine: OffloadEngine) -> float:
     _, together = measure_ssds(
         store_paths(config),
         engine.device,
-        SsdIo(num_threads=config.io_threads, piece_bytes=config.io_piece_bytes),
+        partial(IoEngine, config.io_threads, config.io_piece_bytes),
         scratch_bytes=_SCRATCH_BYTES,
         buffer_bytes=_BUFFER_BYTES,
         budget_s=_MEASURING_S,

@@ -397,7 +397,7 @@ class _FourBitForm(CheckpointForm):
         is_of_form = (state["quant_type"], state["blocksize"]) == (form.method, form.block)
         is_of_form &= torch.equal(read["quant_map"], values_of(form.method))
         if form.double:
-            maps = torch.equal(read["nested_quant_map"], scale_values(torch.device("cpu")))
+            maps = torch.equal(read["nested_quant_map"], scale_values())
             is_of_form &= maps and state.get("nested_blocksize") == SCALES_PER_SCALE
         if not is_of_form:
             raise ValueError(f"{name} of {str(self.path)!r} is not packed as {form.to_setting()}; use the original")

@@ -119,11 +119,6 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     return model, form
 
 
-def form_of_records(store: Store) -> StoredForm:
-    """Return the form of a store's records. Raises the errors of `described_model`."""
-    return described_model(store)[1]
-
-
 def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
     """Return a dict from weight to the dtype in which it is written, if this is not its stored dtype."""
     working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}

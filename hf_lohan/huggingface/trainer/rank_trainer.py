@@ -32,7 +32,7 @@ from hf_lohan.huggingface.ranks import (
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.huggingface.trainer_mixin import TrainerMixin
 from hf_lohan.planning.shared_machine import rank_paths
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, check_equal
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.wording import times
@@ -52,10 +52,6 @@ class RankTrainerMixin(TrainerMixin):
     def _links(self) -> Links:
         """Links to the other ranks. There are none without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
-
-    def _on_all_ranks(self, what: str, answer: bool) -> bool:
-        """Return whether ``answer`` is True on all ranks. All ranks call this together. ``what`` names the question."""
-        return all(map(int, self._links.all_gather(what, str(int(answer)).encode())))
 
     @contextlib.contextmanager
     def _ending_all_ranks_on_error(self) -> Iterator[None]:
@@ -206,13 +202,8 @@ class RankTrainerMixin(TrainerMixin):
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
         """Raise RanksDisagreeError if ranks would resume from different states."""
-        points = self._links.all_gather("the step from which to continue", _describe(point).encode())
-        for rank, others_point in enumerate(points):
-            if others_point != points[0]:
-                raise RanksDisagreeError(
-                    f"rank 0 would resume from {points[0].decode()}, and rank {rank} from {others_point.decode()}; "
-                    "resume from a checkpoint that all ranks can read"
-                )
+        what, advice = "the state from which to resume", "resume from a checkpoint that all ranks can read"
+        check_equal(what, lambda: {what: _describe(point)}, self._links, advice)
 
     def _check_batches(self, train_dataloader: Any) -> None:
         """Raise ValueError if ranks would take different numbers of steps."""

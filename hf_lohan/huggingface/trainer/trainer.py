@@ -174,7 +174,7 @@ class RecordedRun(TrainerCallback):
         self.record.end_step(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.record.log(state.global_step, logs or {})
+        self.record.lines.log(state.global_step, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.end_run()
@@ -187,20 +187,6 @@ def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, trackers):
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs, model=trainer.model)
-
-
-def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of the class after ``mixin`` by name, because their order depends on the trainer. Raises
-    TypeError for arguments that a call would refuse."""
-    return by_name(trainer_class.__name__, upstream_names(trainer_class, mixin), given, named)
-
-
-def upstream_names(trainer_class: type, mixin: type) -> list[str]:
-    """Return the names of the arguments that the class after ``mixin`` takes by position."""
-    for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
-        if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
-            return own
-    return []
 
 
 def _how_to_offload(config: OffloadConfig, args: TrainingArguments) -> dict[str, Any]:
@@ -246,7 +232,7 @@ class OffloadTrainerMixin(
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
         if not (self._is_initialized or self._makes_models):
-            own = set(upstream_names(type(self), OffloadTrainerMixin))
+            own = set(self._upstream_names())
             self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs.keys() - own}
             if "model_init_kwargs" not in own:
                 loading = dict(kwargs.pop("model_init_kwargs", None) or {})
@@ -256,11 +242,24 @@ class OffloadTrainerMixin(
                 self._model_init_kwargs = loading
         if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
             if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
-                args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
+                args = self._by_name((model, *rest), kwargs).get("args")
                 model = load_in_memory(model, args or TrainingArguments("tmp_trainer"), self._model_init_kwargs)
             super().__init__(model, *rest, **kwargs)
         else:
-            self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
+            self._construct(super().__init__, self._by_name((model, *rest), kwargs))
+
+    @classmethod
+    def _upstream_names(cls) -> list[str]:
+        """Return the names of the arguments that the class after this mixin takes by position."""
+        for base in cls.__mro__[cls.__mro__.index(OffloadTrainerMixin) + 1 :]:
+            if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
+                return own
+        return []
+
+    def _by_name(self, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of the class after this mixin by name, because their order depends on the trainer.
+        Raises TypeError for arguments that a call would refuse."""
+        return by_name(type(self).__name__, self._upstream_names(), given, named)
 
     def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
         """Initialize the attributes of the mixins before upstream's attributes. ``given`` and ``named``: the
@@ -295,7 +294,7 @@ class OffloadTrainerMixin(
 
     def _choose_place(self, given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
         """Return the value of `offload` that `offload="auto"` means here, and log the reason."""
-        settings = named_arguments(type(self), OffloadTrainerMixin, given, named) if given else named
+        settings = self._by_name(given, named) if given else named
         choice = choose_place(type(self), settings, self._model_init_kwargs, makes_models=self._makes_models)
         args = settings.get("args")
         (tqdm.write if args is None or args.should_log else logger.info)(choice.sentence)
@@ -421,7 +420,7 @@ class OffloadTrainerMixin(
                     output = super().train(self._resume_point.folder, *args, **kwargs)
                 finally:
                     if self._record is not None:
-                        self._record.write_trace()
+                        self._record.lines.write_trace()
             if self._termination.any_rank_requested():  # the last step's commit may still be in progress
                 if self.offload_engine is not None:
                     self.offload_engine.close()
@@ -479,7 +478,7 @@ class OffloadTrainerMixin(
         if self.args.enable_jit_checkpoint and self._termination.ends_here():
             self._save_unless_saved(model, trial)
         if self._record is not None:
-            self._record.flush()
+            self._record.lines.flush()
         if self._journal is not None:
             self._journal.after_step()
 
@@ -577,7 +576,7 @@ class OffloadTrainerMixin(
     def _load_best_model(self) -> None:
         engine, best = self.offload_engine, self.state.best_model_checkpoint
         is_here = engine is not None and has_weights(self.model, best)
-        if engine is None or not self._on_all_ranks("whether the best model is there", is_here):
+        if engine is None or not all_agree(self._links, "whether the best model is there", is_here):
             if is_here:
                 logger.warning(
                     "another rank has no best model in %s, so all ranks keep the weights of the last step", best

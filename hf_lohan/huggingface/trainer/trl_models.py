@@ -27,7 +27,7 @@ from hf_lohan.compat.trl_private import (
     restore_step_facts,
     step_facts,
 )
-from hf_lohan.config import OffloadConfig, SsdPath
+from hf_lohan.config import OffloadConfig, ResolvedConfig, SsdPath
 from hf_lohan.costs import BudgetError
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
@@ -261,9 +261,8 @@ def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) ->
     return model
 
 
-def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
+def _part_for_reference(whole: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration of a reference. It has no backward, and its store has one version of each record."""
-    assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     return replace(
         whole,
         gpu_memory=whole.gpu_memory // _GPU_SHARE,
@@ -282,9 +281,8 @@ def _folder_of_reference(ssd: SsdPath) -> str:
     return str(Path(ssd.path) / REFERENCE_FOLDER)
 
 
-def _subtract_reference(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
+def _subtract_reference(whole: ResolvedConfig, reference: OffloadEngine) -> ResolvedConfig:
     """Return the configuration of the policy, with the budgets and capacities that the reference does not use."""
-    assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     store = reference.tiers.store
     taken_bytes = {path.path: taken for path, taken in zip(store.paths, store.layout.file_bytes, strict=True)}
     return replace(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
@@ -89,10 +89,10 @@ class CompleteCheckpointsMixin(TrainerMixin):
             return
         path = os.path.join(self.args.output_dir, "README.md")
         card = ModelCard.load(path)
-        facts = {**card.data.to_dict(), "tags": list(dict.fromkeys([*(card.data.tags or []), CARD_TAG]))}
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), CARD_TAG]))
         lines = [f"- {line}" for line in (self._record.card_lines() if self._record is not None else [])]
-        body = [card.text.rstrip("\n"), *(["", CARD_HEADING, "", *lines] if lines else []), ""]
-        ModelCard("\n".join(["---", ModelCardData(**facts).to_yaml(), "---", *body])).save(path)
+        card.text = "\n".join([card.text.rstrip("\n"), *(["", CARD_HEADING, "", *lines] if lines else []), ""])
+        card.save(path)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished_run_dir is None:

@@ -14,7 +14,7 @@ import torch
 from test_generation import BUDGETS, generated_by_rank
 
 import hf_lohan
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 
 
 def main(folder: Path, cases: list[str]) -> None:

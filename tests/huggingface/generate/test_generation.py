@@ -20,10 +20,10 @@ from training_ranks import rank_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.costs import SizeClass, cuts
 from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
-from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
 from hf_lohan.huggingface.models import recipe
 from hf_lohan.huggingface.models.recipe import ModelRecipe, weightless_model

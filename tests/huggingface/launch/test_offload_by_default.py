@@ -14,8 +14,9 @@ import transformers.trainer
 from accelerate.commands import launch as accelerate_launch
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.config import ConfigError, OffloadConfig
-from hf_lohan.huggingface import engine_of, launch
+from hf_lohan.huggingface import launch
 from hf_lohan.huggingface.unmodified_scripts import offload_by_default
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

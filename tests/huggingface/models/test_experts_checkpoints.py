@@ -16,9 +16,9 @@ from tiny_experts import FAMILIES, FUSED_IN_FILES, HIDDEN, INNER, NUM_EXPERTS, t
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hf_lohan import engine_of
 from hf_lohan.compat.transformers_conversions import SavingConversion
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.models import weight_sink
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.huggingface.models.weight_sink import WeightSink

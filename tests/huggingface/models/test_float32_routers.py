@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_batch
 
 NUM_STEPS = 3

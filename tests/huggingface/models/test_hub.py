@@ -25,10 +25,10 @@ from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from transformers import LlamaForCausalLM, TrainingArguments
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.files import directories
-from hf_lohan.huggingface import engine_of
-from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
+from hf_lohan.huggingface.generate.text_generation import generate_text
 from hf_lohan.huggingface.models import hub
 from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.testing.models import tiny_model
@@ -293,8 +293,8 @@ def test_text_of_a_name(cache: Path, published: Path, tmp_path: Path) -> None:
     texts: list[str] = []
     for model in (NAME, published):
         pieces: list[str] = []
-        request = TextRequest(prompt="the", max_new_tokens=3)
-        generate_text(model, request, BUDGETS, write=pieces.append, default_ssd_path=tmp_path / f"store{len(texts)}")
+        store = tmp_path / f"store{len(texts)}"
+        generate_text(model, "the", BUDGETS, write=pieces.append, default_ssd_path=store, max_new_tokens=3)
         texts.append("".join(pieces))
     assert texts[0] == texts[1] != ""
 

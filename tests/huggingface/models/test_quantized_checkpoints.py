@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import hf_lohan
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 from hf_lohan.huggingface.models import recipe, weight_sink
 from hf_lohan.huggingface.models.checkpoint_form import read_form
 from hf_lohan.huggingface.models.hub import quantization_of

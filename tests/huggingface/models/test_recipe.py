@@ -18,10 +18,10 @@ from stored_weights import assert_stored, stored
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.compat.torch_private import without_torch_function
 from hf_lohan.costs import BudgetError
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.models.reloading import reload_weights
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_config, tiny_model
 from hf_lohan.wording import format_bytes

@@ -19,7 +19,7 @@ from short_runs import StopsAfter, short_arguments
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 from hf_lohan.testing.models import tiny_model, tiny_rows
 
 BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 
 trl = pytest.importorskip("trl")
 import trl_runs  # noqa: E402

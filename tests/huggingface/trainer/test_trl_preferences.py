@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import slow_but
 
-from hf_lohan.huggingface import engine_of
+from hf_lohan import engine_of
 from hf_lohan.testing.models import tiny_model
 
 pytest.importorskip("trl")
