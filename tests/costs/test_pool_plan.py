@@ -165,9 +165,7 @@ def test_twice_as_many_gradients_of_half_the_size_are_held(request: PoolRequest)
 
 @often
 @given(requests(), st.sampled_from(["gpu_memory", "cpu_memory"]))
-def test_the_minimum_that_a_refusal_names_is_enough_and_needed(
-    request: PoolRequest, budget: str
-) -> None:
+def test_the_minimum_that_a_refusal_names_is_enough_and_needed(request: PoolRequest, budget: str) -> None:
     other = "cpu_memory_bytes" if budget == "gpu_memory" else "gpu_memory_bytes"
     poor: dict[str, Any] = {other: 1 << 40, f"{budget}_bytes": 1}
     request = replace(request, **poor)

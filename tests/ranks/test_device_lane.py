@@ -381,27 +381,24 @@ def test_packed_weights_are_decoded_on_each_device(
     assert layers and sum(gathered) >= 2 * 3 * sum(layers)  # in forward and backward of each step
 
 
-@pytest.mark.slow
-@pytest.mark.covering(0)
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
-def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
-    found = []
-    for transport in ("host", "nccl"):
-        settings = {"gpu_memory": "32MiB", "ranks.transport": transport}  # chunks of the same size
-        run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, num_steps=2, settings=settings)
-        found.append(run.ranks(tmp_path / transport, "rows"))
-    for theirs, ours in zip(*found, strict=True):
-        assert ours.rows_bytes == theirs.rows_bytes
-        assert_same_run(ours, theirs)
+def rows_of_embeddings(num_ranks: int, folder: Path, transport: str) -> list[Any]:
+    settings = {"gpu_memory": "32MiB", "ranks.transport": transport}  # chunks of the same size
+    return embedding_ranks.Run(num_ranks, 2, max_norm=0.5, num_steps=2, settings=settings).ranks(folder, "rows")
 
 
-@pytest.mark.slow
-def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> None:
+def streamed_experts(num_ranks: int, folder: Path, transport: str) -> list[Any]:
+    settings: dict[str, Any] = {"gpu_memory": "4MiB", "ranks.transport": transport}
+    make_model = partial(divided_experts.expert_model, "mixtral")
+    train = partial(divided_experts.train_rank, folder=folder, make_model=make_model, **settings)
+    return run_ranks(num_ranks, train, num_local=2)
+
+
+def shared_rows(num_ranks: int, folder: Path, transport: str) -> list[Any]:
     """Keys and values go through shared memory, layer by layer, while devices send weights and gradients."""
 
-    def train(links: Links, transport: str) -> Trained:
+    def train(links: Links) -> Trained:
         settings: dict[str, Any] = {**ROOM, "ranks.per_row": 2, "ranks.transport": transport}
-        with rank_engine(links, tmp_path / transport, lambda: tiny_model("llama"), **settings) as engine:
+        with rank_engine(links, folder, lambda: tiny_model("llama"), **settings) as engine:
             model = engine.model
             layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
             run_layers_in_chunks(model, engine.activations, layers, engine.tiers.row_memory).cut(None)
@@ -416,21 +413,19 @@ def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> Non
             found.weights = weights_of(engine)
             return found
 
-    host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
-    assert_same_ranks(nccl, host)
+    return run_ranks(num_ranks, train)
 
 
 @pytest.mark.slow
-def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
-    make_model = partial(divided_experts.expert_model, "mixtral")
-    found = []
-    for transport in ("host", "nccl"):
-        settings: dict[str, Any] = {"gpu_memory": "4MiB", "ranks.transport": transport}
-        train = partial(divided_experts.train_rank, folder=tmp_path / transport, make_model=make_model, **settings)
-        found.append(run_ranks(4, train, num_local=2))
-    for theirs, ours in zip(*found, strict=True):
-        assert_same_run(ours, theirs)
-        assert ours.sent_bytes == theirs.sent_bytes > 0
+@pytest.mark.parametrize(
+    ("train", "num_ranks"), [(rows_of_embeddings, 2), (rows_of_embeddings, 4), (streamed_experts, 4), (shared_rows, 2)]
+)
+def test_other_exchanges_go_beside_devices(train: Any, num_ranks: int, tmp_path: Path, over_gloo: None) -> None:
+    host, nccl = (train(num_ranks, tmp_path / transport, transport) for transport in ("host", "nccl"))
+    assert_same_ranks(nccl, host)
+    for ours, theirs in zip(nccl, host, strict=True):
+        for name in ("rows_bytes", "sent_bytes"):
+            assert getattr(ours, name, 1) == getattr(theirs, name, 1) > 0
 
 
 @pytest.mark.slow
