@@ -19,7 +19,7 @@ import torch
 from async_device import AsyncDevice
 from engines import resolved
 from packed_bases import base_of
-from test_training import NUM_STEPS, train_rank, train_stock
+from test_training import NUM_STEPS, train_rank
 from torch import Tensor
 from trained_nodes import Training
 from training_ranks import Trained, assert_same_ranks, assert_same_run, rank_engine, take_steps, weights_of
@@ -268,23 +268,6 @@ def test_training_equals_that_through_host_memory(
     model_bytes = sum(4 * weight.numel() for weight in of_transport["nccl"][0].weights.values())
     # Forward and backward load each layer in each step. Each rank gets the others' shards.
     assert sum(sent["nccl"].values()) > NUM_STEPS * model_bytes * (num_ranks - 1)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
-def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
-    stock = train_stock("llama", 2, 0.5)
-    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # their threads outlive the ranks
-
-    def train(links: Links) -> Trained:
-        return train_rank(
-            links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], **{"ranks.transport": "nccl"}
-        )
-
-    for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
-        assert_same_run(ours, stock, rank, 2)
-    assert not sum(device.num_races for device in devices)
-    assert len(stock.norms) == NUM_STEPS
 
 
 # Several nodes, and codecs.
