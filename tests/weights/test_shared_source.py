@@ -335,7 +335,6 @@ def test_each_use_sees_the_last_update_in_many_programs(
     run(world, seed, 6)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", slow_but([0], range(10)))
 @RUNS
 def test_no_memory_is_overwritten_before_it_is_copied(
