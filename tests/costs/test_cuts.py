@@ -24,44 +24,24 @@ from hf_lohan.costs import (
 GRANULE = 16 * 1024
 numels = st.integers(1, 400)
 often = settings(max_examples=200)
-units_and_chunk = st.tuples(st.lists(numels, max_size=30), st.integers(1, 500))
 
 
-@often
-@given(units_and_chunk)
-def test_chunks_cover_all_units_once_and_in_order(case: tuple[list[int], int]) -> None:
-    units, chunk_numel = case
+@settings(max_examples=400)
+@given(st.lists(numels, max_size=30), st.integers(1, 500))
+def test_chunks_cover_all_units_once_are_bounded_and_cut_no_unit_that_fits(units: list[int], chunk_numel: int) -> None:
     chunks = cut_units(units, chunk_numel)
     edges = [0, *(stop for _, stop in chunks)]
-    assert chunks == list(itertools.pairwise(edges))
-    assert edges[-1] == sum(units)
-
-
-@often
-@given(units_and_chunk)
-def test_chunks_are_bounded_and_never_empty(case: tuple[list[int], int]) -> None:
-    units, chunk_numel = case
-    assert all(0 < stop - start <= chunk_numel for start, stop in cut_units(units, chunk_numel))
-
-
-@often
-@given(units_and_chunk)
-def test_a_unit_that_fits_is_not_cut(case: tuple[list[int], int]) -> None:
-    units, chunk_numel = case
-    cuts = {start for start, _ in cut_units(units, chunk_numel)}
-    starts = itertools.accumulate(units, initial=0)
-    for start, numel in zip(starts, units, strict=False):
+    assert chunks == list(itertools.pairwise(edges)) and edges[-1] == sum(units)
+    assert all(0 < stop - start <= chunk_numel for start, stop in chunks)
+    for start, numel in zip(itertools.accumulate(units, initial=0), units, strict=False):
         if numel <= chunk_numel:
-            assert not cuts & set(range(start + 1, start + numel)), f"unit at {start} of {numel} was cut"
-
-
-@often
-@given(units_and_chunk)
-def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], int]) -> None:
-    units, chunk_numel = case
-    fewest = -(-sum(units) // chunk_numel)
+            assert not set(edges) & set(range(start + 1, start + numel)), f"unit at {start} of {numel} was cut"
     # Two neighbouring chunks that fit together would be one chunk, unless one is a full cut of a large unit.
-    assert len(cut_units(units, chunk_numel)) <= 2 * fewest
+    assert len(chunks) <= 2 * -(-sum(units) // chunk_numel)
+    block = BlockShape(
+        name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0
+    )
+    assert block.num_chunks(chunk_numel) == len(chunks)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +56,6 @@ def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], in
 )
 def test_examples_of_cuts(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
     assert cut_units(units, chunk_numel) == expected
-
-
-@often
-@given(units_and_chunk)
-def test_num_chunks_equals_the_number_of_cuts(case: tuple[list[int], int]) -> None:
-    units, chunk_numel = case
-    block = BlockShape(
-        name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0
-    )
-    assert block.num_chunks(chunk_numel) == len(cut_units(units, chunk_numel))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

@@ -47,7 +47,7 @@ def test_experts_that_are_behind_equal_stock(make_twins: TwinsFactory, family: s
     twins = make_twins(family, recompute=True, hold_gradients=hold_gradients, **LAZY)
     halves = Halves(twins)
     most_behind = 0
-    for step in range(23):
+    for step in range(16):
         halves.first = step // 7 % 2
         for optimizer in (twins.stock_optimizer, twins.optimizer):
             for group in optimizer.param_groups:

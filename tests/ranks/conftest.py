@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
+from gloo_devices import gloo_between_cpus
 
 from hf_lohan.costs import cuts
 
@@ -30,3 +32,10 @@ def fork_server() -> None:
 def cuts_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has a part of a table, which begins and ends within rows."""
     monkeypatch.setattr(cuts, "SMALL_NUMEL", 0)
+
+
+@pytest.fixture
+def over_gloo() -> Iterator[None]:
+    """CPU devices send to each other."""
+    with gloo_between_cpus():
+        yield

@@ -23,7 +23,7 @@ from hf_lohan.ranks import Links
 from hf_lohan.testing.models import VOCAB_SIZE
 from hf_lohan.testing.thread_ranks import run_ranks
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 LR = 1e-2
 SETTINGS: dict[str, Any] = {
     "cpu_memory": "16MiB",

@@ -69,23 +69,21 @@ def test_ranks_that_balance_rows_train_as_one_process(
     check_balanced(trained)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("lazy", [False, True])
-def test_balanced_rows_and_experts_without_tokens(choice: str, lazy: bool, tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", CHOICES[choice])
-    settings: dict[str, Any] = {"experts.balance": 1, "experts.lazy": lazy}
-    trained = check_ranks(4, tmp_path, make_model, recompute=True, **settings)
-    check_balanced(trained)
-    assert any(ours.num_behind for ours in trained) == lazy
+LAZY = (False, True)
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{f"{choice}, lazy {lazy}": (CHOICES[choice], {"experts.lazy": lazy}) for choice in CHOICES for lazy in LAZY},
+    **{f"joint {joint}": (half_to_one, {"accumulation": 2, "is_joint": joint}) for joint in (False, True)},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_joint", [False, True])
-def test_balanced_rows_of_micro_batches(is_joint: bool, tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", half_to_one)
-    settings: dict[str, Any] = {"experts.balance": 1, "accumulation": 2, "is_joint": is_joint}
-    check_ranks(4, tmp_path, make_model, recompute=True, **settings)
+@pytest.mark.parametrize("way", WAYS)
+def test_balanced_rows_in_each_way(way: str, tmp_path: Path) -> None:
+    choose, settings = WAYS[way]
+    trained = check_ranks(4, tmp_path, Chosen("mixtral", choose), recompute=True, **{"experts.balance": 1}, **settings)
+    if "experts.lazy" in settings:
+        check_balanced(trained)
+        assert any(ours.num_behind for ours in trained) == settings["experts.lazy"]
 
 
 @pytest.mark.slow

@@ -46,15 +46,7 @@ def parts_of(codec: BlockCodec, message: Tensor) -> tuple[Tensor, Tensor]:
     return codes, message[num_blocks * block_bytes :].view(codec.scale_dtype)
 
 
-def test_the_size_of_a_message() -> None:
-    assert GRADIENTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 64 * 2
-    assert GRADIENTS_INT4.message_bytes(1 << 20) == (1 << 19) + (1 << 20) // 64 * 2
-    assert WEIGHTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 256 * 4
-    assert GRADIENTS_INT4.message_bytes(65) == 2 * 32 + 2 * 2
-    assert GRADIENTS_INT4.message_bytes(0) == 0
-
-
-@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1 << 20, 10_000_019])
+@pytest.mark.parametrize("numel", [0, 1, 65, 255, 256, 257, 1 << 20, 10_000_019])
 def test_messages_have_the_planned_size(numel: int) -> None:
     exact = collectives.WAY_WITHIN_A_NODE
     sends = {
@@ -88,17 +80,6 @@ def test_ties_round_to_the_even_code(num_bits: int) -> None:
     values = ties(64, num_bits)
     found = decoded(codec, message_of(codec, values), 64)
     assert bool((found[1:] % 2 == 0).all()) and bool(((found - values)[1:].abs() == 0.5).all())
-
-
-@codecs
-def test_an_error_is_at_most_half_a_step(codec: BlockCodec) -> None:
-    values = torch.randn(3 * A_TILE + 17)
-    found = decoded(codec, message_of(codec, values), values.numel())
-    _, scales = parts_of(codec, message_of(codec, values))
-    step = scales.float().repeat_interleave(codec.block_numel)[: values.numel()]
-    # Half a step, and the error of the largest code if its scale was rounded down.
-    room = 0.5 + (HIGHEST[codec.num_bits] * 2**-9 if codec.scale_dtype == torch.bfloat16 else 1e-4)
-    assert bool(((found - values).abs() <= room * step).all())
 
 
 @codecs

@@ -244,6 +244,7 @@ class PlannedError(Exception):
     """Raised on purpose."""
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_words_of_a_rank_that_raises_in_its_forward_reach_the_other(failing: int, tmp_path: Path) -> None:
     def fail(step: int, rank: int) -> None:

@@ -36,7 +36,7 @@ GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 
 def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
     for rank, ours in enumerate(trained):
-        assert_same_run(ours, Trained(ours.layout, rank, oracle.parameters, oracle.norms, oracle.losses[rank]))
+        assert_same_run(ours, Trained(oracle.losses[rank], oracle.norms, oracle.parameters))
 
 
 BETWEEN_NODES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -230,25 +230,17 @@ def test_one_rank_says_that_nothing_is_rounded(tmp_path: Path, caplog: pytest.Lo
     assert_same_tensors(ours.weights, exact.weights)
 
 
-def test_rounding_within_a_node_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_codecs_that_round_are_logged_with_their_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_lohan"):
-        Training(2, 2).run(tmp_path, {"within": "int4"})
+        Training(2, 1).run(tmp_path, {"within": "int4", "gradients": "int4"})
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    for text in ("weights are sent between a machine's RAM and its devices in int8", "gradients are sent between"):
+    rounds = "weights are sent between a machine's RAM and its devices in int8", "gradients are sent between machines"
+    for text in rounds:
         assert sum(text in warning for warning in warnings) == 1
-    for what in ("weights", "gradients"):
-        errors = [text for text in caplog.messages if f"sent {what} between its RAM and its device in 3 steps" in text]
-        assert len(errors) == 2 and all("with a relative error of" in text for text in errors)
-
-
-def test_a_codec_that_rounds_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="hf_lohan"):
-        Training(2, 1).run(tmp_path, {"gradients": "int4"})
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert sum("gradients are sent between machines in int4" in text for text in warnings) == 1
-    errors = [text for text in caplog.messages if "with a relative error of 1" in text]
-    assert len(errors) == 2
-    assert all("root mean square" in text for text in errors)
+    within, between = "between its RAM and its device", "to other nodes"
+    for what in (f"weights {within}", f"gradients {within}", f"gradients {between}"):
+        errors = [text for text in caplog.messages if f"sent {what} in 3 steps with a relative error of" in text]
+        assert len(errors) == 2 and all("root mean square" in text for text in errors), what
 
 
 EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]
@@ -271,7 +263,7 @@ def test_kept_weights_change_no_bit(
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("forward", ["exact", "int8"])
-@pytest.mark.parametrize("backward", ["world", "node"])
+@pytest.mark.parametrize("backward", ["node", "world"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), NODES)
 def test_the_sent_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward: str, tmp_path: Path) -> None:
     """A rank sends its part to each other node for every load of the block, or once for each version of the block."""
@@ -292,15 +284,9 @@ def test_the_sent_bytes_of_weights(num_ranks: int, num_local: int, forward: str,
         if forward == "int8":
             assert ours.figures["coded"]["weights"]["sent_bytes"] == expected
             assert ours.figures["coded"]["weights"]["exact_bytes"] == exact
+        assert sum(ours.num_loads.values()) > sum(ours.num_states.values()), "backward loads, too"
     of_one_pass = sum(part_numel(block, rank) for block in trained[0].layout.blocks for rank in range(num_ranks))
     assert of_one_pass == sum(block.numel for block in trained[0].layout.blocks)
-
-
-def test_backward_loads_nothing_from_other_nodes(tmp_path: Path) -> None:
-    """The loads of backward send nothing."""
-    ours = Training(2, 1, num_steps=3).run(tmp_path, {"backward": "node"})[0]
-    assert sum(ours.num_loads.values()) > sum(ours.num_states.values())
-    assert all(num_states <= 4 for num_states in ours.num_states.values()), "one per step and one foreseen"
 
 
 def test_a_step_sends_only_changes(tmp_path: Path) -> None:
@@ -326,7 +312,7 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     num_ranks: int, num_local: int, group: int, forward: Any, source: Any, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """In backward, a rank sends its part and those that it keeps to its counterparts in the group, as they are."""
-    training = Training(num_ranks, num_local, num_steps=3, dtype=dtype, cpu_memory="12MiB")
+    training = Training(num_ranks, num_local, num_steps=2, dtype=dtype, cpu_memory="12MiB")
     way = Collectives(forward=forward, backward=source, group_ranks=group)
     expected = training.run(tmp_path / "world", {"forward": forward, "backward": "world"})
     found = training.run(tmp_path / "found", way)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from async_device import AsyncDevice
 from covering import slow_but
 from equal_tensors import assert_same_tensors
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
-from gloo_devices import gloo_between_cpus
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, check_ranks, choose_skipped_layers
 from test_training import NUM_STEPS, train_rank, train_stock
@@ -50,13 +48,9 @@ from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient
 
 __all__ = ["choose_skipped_layers"]
 
+pytestmark = pytest.mark.usefixtures("over_gloo")
+
 ROOM: dict[str, Any] = {"gpu_memory": "8MiB", "ranks.transport": "nccl"}
-
-
-@pytest.fixture(autouse=True)
-def over_gloo() -> Iterator[None]:
-    with gloo_between_cpus():
-        yield
 
 
 @pytest.fixture
@@ -327,7 +321,7 @@ def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, 
 def freeze(engine: OffloadEngine, step: int) -> None:
     inner = engine.model.model
     for part in (inner.embed_tokens, inner.layers[0], inner.layers[1].mlp):
-        part.requires_grad_(step == 2)
+        part.requires_grad_(step == 1)
 
 
 def drop(engine: OffloadEngine, step: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,9 +18,8 @@ import test_packed_weights
 import torch
 from async_device import AsyncDevice
 from engines import resolved
-from gloo_devices import gloo_between_cpus
 from packed_bases import base_of
-from test_training import NUM_STEPS, train_rank, train_stock
+from test_training import NUM_STEPS, train_rank
 from torch import Tensor
 from trained_nodes import Training
 from training_ranks import Trained, assert_same_ranks, assert_same_run, rank_engine, take_steps, weights_of
@@ -38,12 +36,6 @@ from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 ROOM = {"gpu_memory": "4MiB"}
 """Also for gradients that devices add."""
-
-
-@pytest.fixture
-def over_gloo() -> Iterator[None]:
-    with gloo_between_cpus():
-        yield
 
 
 def fill(lane: DeviceLane, rank: int, parts: list[tuple[int, int]]) -> Tensor:
@@ -278,23 +270,6 @@ def test_training_equals_that_through_host_memory(
     assert sum(sent["nccl"].values()) > NUM_STEPS * model_bytes * (num_ranks - 1)
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
-def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
-    stock = train_stock("llama", 2, 0.5)
-    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # their threads outlive the ranks
-
-    def train(links: Links) -> Trained:
-        return train_rank(
-            links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], **{"ranks.transport": "nccl"}
-        )
-
-    for rank, ours in enumerate(run_ranks(2, train, delays_seed=seed)):
-        assert_same_run(ours, stock, rank, 2)
-    assert not sum(device.num_races for device in devices)
-    assert len(stock.norms) == NUM_STEPS
-
-
 # Several nodes, and codecs.
 
 
@@ -316,7 +291,7 @@ def coded_bytes(trained: Any) -> dict[str, Any]:
 
 def nodes(num_ranks: int, num_local: int, **options: Any) -> Training:
     """Return a training with a step in which coding errors are not measured any more."""
-    return Training(num_ranks, num_local, num_steps=4, gpu_memory="8MiB", **options)
+    return Training(num_ranks, num_local, gpu_memory="8MiB", **options)
 
 
 @pytest.mark.covering(0)
@@ -331,7 +306,8 @@ def test_nodes_train_as_through_host_memory(
     collectives: Any, num_ranks: int, dtype: torch.dtype, tmp_path: Path, over_gloo: None
 ) -> None:
     """With three nodes, the owner's sum is added after those of two others."""
-    compare_transports(nodes(num_ranks, 2, dtype=dtype, evaluates=True), tmp_path, collectives)
+    num_steps = 2 if collectives == "exact" else 4
+    compare_transports(nodes(num_ranks, 2, dtype=dtype, evaluates=True, num_steps=num_steps), tmp_path, collectives)
 
 
 def slowly(*values: int) -> list[Any]:
@@ -388,27 +364,24 @@ def test_packed_weights_are_decoded_on_each_device(
     assert layers and sum(gathered) >= 2 * 3 * sum(layers)  # in forward and backward of each step
 
 
-@pytest.mark.slow
-@pytest.mark.covering(0)
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
-def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
-    found = []
-    for transport in ("host", "nccl"):
-        settings = {"gpu_memory": "32MiB", "ranks.transport": transport}  # chunks of the same size
-        run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, num_steps=2, settings=settings)
-        found.append(run.ranks(tmp_path / transport, "rows"))
-    for theirs, ours in zip(*found, strict=True):
-        assert ours.rows_bytes == theirs.rows_bytes
-        assert_same_run(ours, theirs)
+def rows_of_embeddings(num_ranks: int, folder: Path, transport: str) -> list[Any]:
+    settings = {"gpu_memory": "32MiB", "ranks.transport": transport}  # chunks of the same size
+    return embedding_ranks.Run(num_ranks, 2, max_norm=0.5, num_steps=2, settings=settings).ranks(folder, "rows")
 
 
-@pytest.mark.slow
-def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> None:
+def streamed_experts(num_ranks: int, folder: Path, transport: str) -> list[Any]:
+    settings: dict[str, Any] = {"gpu_memory": "4MiB", "ranks.transport": transport}
+    make_model = partial(divided_experts.expert_model, "mixtral")
+    train = partial(divided_experts.train_rank, folder=folder, make_model=make_model, **settings)
+    return run_ranks(num_ranks, train, num_local=2)
+
+
+def shared_rows(num_ranks: int, folder: Path, transport: str) -> list[Any]:
     """Keys and values go through shared memory, layer by layer, while devices send weights and gradients."""
 
-    def train(links: Links, transport: str) -> Trained:
+    def train(links: Links) -> Trained:
         settings: dict[str, Any] = {**ROOM, "ranks.per_row": 2, "ranks.transport": transport}
-        with rank_engine(links, tmp_path / transport, lambda: tiny_model("llama"), **settings) as engine:
+        with rank_engine(links, folder, lambda: tiny_model("llama"), **settings) as engine:
             model = engine.model
             layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
             run_layers_in_chunks(model, engine.activations, layers, engine.tiers.row_memory).cut(None)
@@ -423,21 +396,19 @@ def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> Non
             found.weights = weights_of(engine)
             return found
 
-    host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
-    assert_same_ranks(nccl, host)
+    return run_ranks(num_ranks, train)
 
 
 @pytest.mark.slow
-def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
-    make_model = partial(divided_experts.expert_model, "mixtral")
-    found = []
-    for transport in ("host", "nccl"):
-        settings: dict[str, Any] = {"gpu_memory": "4MiB", "ranks.transport": transport}
-        train = partial(divided_experts.train_rank, folder=tmp_path / transport, make_model=make_model, **settings)
-        found.append(run_ranks(4, train, num_local=2))
-    for theirs, ours in zip(*found, strict=True):
-        assert_same_run(ours, theirs)
-        assert ours.sent_bytes == theirs.sent_bytes > 0
+@pytest.mark.parametrize(
+    ("train", "num_ranks"), [(rows_of_embeddings, 2), (rows_of_embeddings, 4), (streamed_experts, 4), (shared_rows, 2)]
+)
+def test_other_exchanges_go_beside_devices(train: Any, num_ranks: int, tmp_path: Path, over_gloo: None) -> None:
+    host, nccl = (train(num_ranks, tmp_path / transport, transport) for transport in ("host", "nccl"))
+    assert_same_ranks(nccl, host)
+    for ours, theirs in zip(nccl, host, strict=True):
+        for name in ("rows_bytes", "sent_bytes"):
+            assert getattr(ours, name, 1) == getattr(theirs, name, 1) > 0
 
 
 @pytest.mark.slow
@@ -446,7 +417,7 @@ def test_experts_stream_beside_devices(tmp_path: Path, over_gloo: None) -> None:
 def test_no_wait_is_missing_on_nodes_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
     devices = [AsyncDevice(seed + rank, max_delay_s=5e-4) for rank in range(4)]  # their threads outlive the ranks
     left, parts = iter(devices), {"within": "int8", "gradients": "int4"} if seed % 2 else "exact"
-    host = replace(nodes(4, 2), num_steps=2)
+    host = nodes(4, 2, num_steps=2)
     nccl = replace(host, transport="nccl", make_device=lambda: next(left))
     of_host, of_nccl = host.run(tmp_path / "host", parts), nccl.run(tmp_path / "late", parts)
     assert_same_ranks(of_nccl, of_host)

@@ -118,13 +118,13 @@ def table_gradient_bytes(run: Run, layout: Any, rank: int, *, by_rows: bool) -> 
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(Run(max_norm=0.5), id="deferred"),
+        pytest.param(Run(max_norm=0.5, num_steps=2), id="deferred"),
         pytest.param(Run(max_norm=100.0, settings={"_clip": "speculate"}), id="guessed", marks=pytest.mark.slow),
         pytest.param(Run(max_norm=0.5, settings={"_clip": "speculate"}), id="guessed wrong", marks=pytest.mark.slow),
         pytest.param(Run(max_norm=0.5, accumulation=3), id="accumulated", marks=pytest.mark.slow),
         pytest.param(Run(max_norm=0.5, accumulation=3, together=True), id="together", marks=pytest.mark.slow),
         pytest.param(Run(2, 1, max_norm=0.5, accumulation=2), id="two nodes", marks=pytest.mark.slow),
-        pytest.param(Run(4, 2, max_norm=0.5, dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(Run(4, 2, max_norm=0.5, dtype=torch.bfloat16, num_steps=2), id="bfloat16"),
         pytest.param(Run(settings={"_schedule": "serial"}), id="serial", marks=pytest.mark.slow),
         pytest.param(Run(2, 1, untied_gpt2), id="gpt2", marks=pytest.mark.slow),
         pytest.param(
@@ -176,7 +176,7 @@ def test_rows_are_not_rounded(tmp_path: Path) -> None:
     for of_rank in found:
         assert same_bits(of_rank.weights[WORDS], exact[0].weights[WORDS])
         assert not same_bits(of_rank.weights["lm_head.weight"], exact[0].weights["lm_head.weight"])
-    Run(2, 1, settings={"ranks.collectives": collectives}).ranks(tmp_path / "both", "rows")
+    Run(2, 1, num_steps=1, settings={"ranks.collectives": collectives}).ranks(tmp_path / "both", "rows")
 
 
 # Batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -67,12 +68,6 @@ def test_any_rank_may_own_an_expert(num_ranks: int, num_local: int, balance: int
     )
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("is_joint", [False, True])
-def test_micro_batches_add_to_the_sums_of_the_ranks(is_joint: bool, tmp_path: Path) -> None:
-    check_ranks(2, tmp_path, partial(expert_model, "mixtral"), accumulation=2, is_joint=is_joint, recompute=True)
-
-
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_the_norm_of_all_ranks_clips_all_experts(clip: str, tmp_path: Path) -> None:
     make_model = partial(expert_model, "mixtral")
@@ -80,12 +75,6 @@ def test_the_norm_of_all_ranks_clips_all_experts(clip: str, tmp_path: Path) -> N
     trained = run_ranks(2, train)
     assert all(map(torch.equal, trained[0].norms, trained[1].norms)) and max(trained[0].norms) > 0.5
     check_equal(trained, train_stock(make_model, 2, norms=trained[0].norms, max_norm=0.5))
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("activations", ["keep", "swap", "recompute"])
-def test_checkpointed_layers_train_as_one_process(activations: str, tmp_path: Path) -> None:
-    check_ranks(2, tmp_path, partial(expert_model, "qwen3_moe"), recompute=True, activations=activations)
 
 
 @pytest.mark.slow
@@ -138,16 +127,17 @@ def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path:
 WAYS: dict[str, dict[str, Any]] = {
     **{choice: {"recompute": True} for choice in CHOICES},
     **{activations: {"recompute": True, "activations": activations} for activations in ("keep", "swap", "recompute")},
-    "joint": {"accumulation": 2, "is_joint": True, "recompute": True},
+    **{f"joint {joint}": {"accumulation": 2, "is_joint": joint, "recompute": True} for joint in (False, True)},
 }
+QUICK = [("qwen3_moe", "keep"), ("mixtral", "joint False")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks_on_two_nodes_train_each_family_in_each_way(family: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", slow_but([2], [2, 4]))
+@pytest.mark.parametrize("case", slow_but(QUICK, itertools.product(FAMILIES, WAYS)), ids=str)
+def test_ranks_train_each_family_in_each_way(case: tuple[str, str], num_ranks: int, tmp_path: Path) -> None:
+    family, way = case
     make_model = Chosen(family, CHOICES[way]) if way in CHOICES else partial(expert_model, family)
-    check_ranks(4, tmp_path, make_model, num_local=2, **WAYS[way])
+    check_ranks(num_ranks, tmp_path, make_model, num_local=2, **WAYS[way])
 
 
 @pytest.mark.covering(0)

@@ -261,8 +261,8 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_ope
     assert all(freed) and len(freed) >= num_ranks - 1
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(4, 2), (3, 3)])
 @pytest.mark.parametrize("lane", ["gradients", "control"])
 def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int, lane: str) -> None:
     backwards = Backwards(num_ranks, num_local, seed=5, num_steps=20, share_without=0.0)
@@ -283,30 +283,6 @@ def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int
         assert "was silent for 2 s while rank" in str(outcomes[rank].error)
 
 
-def test_the_error_names_a_rank_that_never_publishes() -> None:
-    backwards = Backwards(3, 3, seed=5, num_chunks=9, share_without=0.0)
-    assert set(backwards.owners.values()) == {0, 1, 2}
-
-    is_named = threading.Event()
-
-    def run(links: Links) -> None:
-        rank = RankOfExchange(links, backwards)
-        try:
-            if links.ranks.rank == 1:
-                is_named.wait(60)
-                raise RuntimeError("it slept")
-            rank.publish_all(0)
-            rank.finish()
-        finally:
-            is_named.set()
-            rank.end()
-
-    outcomes = rank_outcomes(3, run, timeout_s=2.0)
-    for rank in (0, 2):
-        assert "rank 1" in str(outcomes[rank].error)
-        assert "was silent for 2 s while rank" in str(outcomes[rank].error)
-
-
 def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over a slow link. While the owner adds, it waits for no computation. The other rank waits for the owner."""
     monkeypatch.setattr(watch, "_CYCLE_S", 0.2)
@@ -314,7 +290,7 @@ def test_a_sum_that_takes_long_is_no_disagreement(monkeypatch: pytest.MonkeyPatc
 
     def add_slowly(sums: NodeSums, chunks: Sequence[ChunkOfNodes]) -> None:
         if any(chunk.owner == 1 for chunk in chunks):
-            threading.Event().wait(1.5)
+            threading.Event().wait(0.8)
         add(sums, chunks)
 
     monkeypatch.setattr(NodeSums, "add", add_slowly)

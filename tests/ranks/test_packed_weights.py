@@ -28,7 +28,7 @@ from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import run_ranks
 from hf_lohan.weights import NodeShards
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 MAX_NORM = 0.05
 SETTINGS: dict[str, Any] = {
     "cpu_memory": "16MiB",

@@ -101,9 +101,8 @@ def share_over_the_network(links: Links, report: Report) -> tuple[float, int]:
     return float(tensor.sum()), links.sent_bytes["weights"]
 
 
-@pytest.mark.parametrize("num_local", [4, 2, 1])
-def test_ranks_find_each_other_within_and_between_nodes(num_local: int) -> None:
-    ranks = RankProcesses(4, share_over_the_network, num_local=num_local, environment={"GLOO_SOCKET_IFNAME": "lo"})
+def test_ranks_find_each_other_within_and_between_nodes() -> None:
+    ranks = RankProcesses(4, share_over_the_network, num_local=2, environment={"GLOO_SOCKET_IFNAME": "lo"})
     try:
         results = [ended.result for ended in ranks.ends() if ended is not None]
     finally:

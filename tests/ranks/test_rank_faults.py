@@ -53,9 +53,15 @@ def test_a_rank_that_closes_has_told_all_others_of_a_failure() -> None:
         assert isinstance(error, RankFailedError) and error.rank == 7, error
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_hangs_is_named_after_the_timeout(num_ranks: int) -> None:
-    outcomes = rank_outcomes(num_ranks, many_steps, faults=[Fault(1, "hang", 30)], timeout_s=2.0)
+@pytest.mark.parametrize(("num_ranks", "connects_within_s"), [(2, 2.0), (3, 60.0)])
+def test_a_rank_that_hangs_is_named_after_the_timeout_which_may_be_changed(
+    num_ranks: int, connects_within_s: float
+) -> None:
+    def run(links: Links) -> str:
+        links.watch.timeout_s = 2.0
+        return many_steps(links)
+
+    outcomes = rank_outcomes(num_ranks, run, faults=[Fault(1, "hang", 30)], timeout_s=connects_within_s)
     errors = errors_of(outcomes, but=1)
     assert any(isinstance(error, RankTimeoutError) for error in errors)
     for error in errors:
@@ -126,7 +132,7 @@ def test_a_wait_for_the_own_threads_is_no_disagreement(monkeypatch: pytest.Monke
 
         def load() -> None:
             if is_late:
-                threading.Event().wait(1.5)
+                threading.Event().wait(0.8)
             lane.agree("a block")
 
         thread = threading.Thread(target=load)
@@ -222,25 +228,6 @@ def test_the_end_of_another_rank_is_not_looked_into_after_the_own_one(monkeypatc
     monkeypatch.setattr(watch.Watch, "_note_end", lambda watch, rank: looked_into.append(rank))
     run_ranks(3, lambda links: links.barrier("the end"))
     assert not looked_into
-
-
-def test_the_timeout_may_be_changed() -> None:
-    is_named = threading.Event()
-
-    def wait(links: Links) -> str:
-        links.barrier("the start")
-        links.watch.timeout_s = 2.0
-        if links.ranks.rank == 0:
-            is_named.wait(60)
-            return "done"
-        try:
-            return many_steps(links)
-        finally:
-            is_named.set()
-
-    outcomes = rank_outcomes(2, wait, timeout_s=60.0)
-    assert isinstance(outcomes[1].error, RankTimeoutError)
-    assert "was silent for 2 s" in str(outcomes[1].error)
 
 
 def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:

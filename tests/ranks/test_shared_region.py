@@ -9,24 +9,9 @@ import pytest
 import torch
 from eventually import becomes_true
 
-from hf_lohan.device import CpuDevice
 from hf_lohan.ranks import Links, SharedRegion
 from hf_lohan.ranks.transport import shared_region
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
-
-
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (2, 2), (4, 2), (3, 1), (8, 4)])
-def test_ranks_of_a_node_have_the_same_memory(num_ranks: int, num_local: int) -> None:
-    def create(links: Links) -> list[int]:
-        region = SharedRegion.create(links, 5000, "test", CpuDevice())
-        region.bytes[links.ranks.local_rank] = 1 + links.ranks.rank
-        links.barrier("all have written")
-        return region.bytes[:num_local].tolist()
-
-    found = run_ranks(num_ranks, create, num_local=num_local)
-    for rank, content in enumerate(found):
-        node = rank // num_local
-        assert content == [1 + node * num_local + local for local in range(num_local)]
 
 
 def num_descriptors() -> int:

@@ -17,9 +17,9 @@ from hf_lohan.activations.token_ranges import RowPieces
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, check_model_of_rows, cut_rows, own_parts, sharing_rows
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
+from hf_lohan.ranks import Links, RanksDisagreeError, RowLinks
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
-from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 LENGTH = 61
 _ONE_GENERATOR = threading.Lock()
@@ -161,16 +161,6 @@ def test_a_rank_in_another_layer_ends_all() -> None:
     outcomes = rank_outcomes(2, meet)
     assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
     assert all("the keys of layer" in str(outcome.error) for outcome in outcomes)
-
-
-def test_a_rank_that_dies_ends_those_that_wait_for_its_keys() -> None:
-    batch = batch_of("llama", with_mask=False)
-    dies = [Fault(rank=1, what="die", at_operation=20)]
-    models = [small_model("llama") for _ in range(3)]
-    outcomes = rank_outcomes(3, lambda links: gradients_of_rank(links, models, batch, None), faults=dies)
-    for rank in (0, 2):
-        error = outcomes[rank].error
-        assert isinstance(error, RankFailedError) and re.search(r"rank 1.* ended", str(error)), error
 
 
 def test_two_rows_of_two_ranks_do_not_wait_for_each_other() -> None:

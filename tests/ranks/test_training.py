@@ -34,7 +34,7 @@ from hf_lohan.ranks import Links
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 def train_stock(family: str, num_ranks: int, max_norm: float, accumulation: int = 1, **options: Any) -> Trained:
@@ -116,14 +116,6 @@ def test_four_ranks_train_as_one_process(family: str, tmp_path: Path) -> None:
     check_ranks(4, train_stock(family, 4, 0.5), tmp_path, family)
 
 
-def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
-    """`DistributedDataParallel` does the same."""
-    expected = train_stock("llama", 2, 0.5, 2, ranks_per_sum=1)
-    for rank, ours in enumerate(run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, accumulation=2))):
-        assert_same_tensors(ours.weights, expected.weights)
-        assert ours.losses[-2:] == expected.losses[-4:][2 * rank :][:2]
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("num_local", [2, 1])
 def test_nodes_sum_the_gradients_of_their_ranks_before_they_send_them(num_local: int, tmp_path: Path) -> None:
@@ -131,17 +123,8 @@ def test_nodes_sum_the_gradients_of_their_ranks_before_they_send_them(num_local:
     check_ranks(2 * num_local, expected, tmp_path, num_local=num_local)
 
 
-def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
-    """A third is not a float, so the bits differ."""
-    stock = train_stock("llama", 3, 0.5)
-    trained = run_ranks(3, lambda links: train_rank(links, tmp_path, "llama", 0.5))
-    for ours in trained:
-        assert_same_tensors(ours.weights, trained[0].weights)
-        for name, weight in stock.weights.items():
-            assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * NUM_STEPS
-
-
-@pytest.mark.parametrize(("family", "rounds"), [("mixtral", False), ("llama", True)])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize(("family", "rounds"), [("llama", True), ("mixtral", False)])
 def test_bfloat16_ranks_sum_in_float32_as_one_offloaded_process(family: str, rounds: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": rounds}
     alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
@@ -234,7 +217,7 @@ def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
 def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: Path) -> None:
     def freeze(model: Any, step: int) -> None:
         for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[1].mlp):
-            part.requires_grad_(step == 2)
+            part.requires_grad_(step == 1)
 
     stock = train_stock("llama", 2, max_norm, after_step=freeze)
     freeze_ours = lambda engine, step: freeze(engine.model, step)  # noqa: E731

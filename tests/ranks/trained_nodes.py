@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ONE_GENERATOR, resolved
+import training_ranks
+from engines import ONE_GENERATOR, open_engine, resolved
 from torch import Tensor
-from training_ranks import closing
+from training_ranks import closing, do_nothing, take_steps, weights_of
 
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import Block, Chunk
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import OffloadLayout, lay_out
 from hf_lohan.ranks import BlockCodec, Links, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -75,48 +75,44 @@ class Training:
         with ONE_GENERATOR:
             model = tiny_model("llama").to(self.dtype).train()
         layout, config = self.layout(model, rank, folder, collectives)
-        tiers = open_tiers(layout, config, self.make_device(), links)
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
+        engine = open_engine(model, layout, config, self.make_device(), links)
         before = dict(links.sent_bytes)
-        engine = OffloadEngine(model, layout, tiers, config)
         if self.decides_before_loads:
             engine.planned_memory.allocate_copies()
-        found = Trained(layout.decided(), rank)
+        found = Trained(layout=layout.decided(), rank=rank)
+
+        def evaluate(_engine: OffloadEngine, step: int) -> None:
+            with torch.no_grad():
+                found.losses.append(model(**batch(step, rank + 100)).loss)
+
         with closing(engine, links):
-            optimizer = OffloadAdamW(model.parameters(), lr=self.lr, weight_decay=0.1, engine=engine)
-            for step in range(self.num_steps):
-                for number in range(self.num_backwards):
-                    engine.announce_backward(is_final=number == self.num_backwards - 1)
-                    loss = model(**batch(step + 100 * number, rank)).loss
-                    loss.backward()
-                    found.losses.append(loss.detach())
-                if self.max_norm:
-                    found.norms.append(engine.clip_grad_norm(self.max_norm))
-                optimizer.step()
-                optimizer.zero_grad()
-                if self.evaluates:
-                    with torch.no_grad():
-                        found.losses.append(model(**batch(step, rank + 100)).loss)
+            take_steps(
+                engine,
+                lambda step, number: model(**batch(step + 100 * number, rank)).loss,
+                self.num_steps,
+                lr=self.lr,
+                num_micro=self.num_backwards,
+                max_norm=self.max_norm,
+                after_step=evaluate if self.evaluates else do_nothing,
+                into=found,
+            )
             found.sent = quiet_bytes(engine, links, before)
-            found.num_loads = {block.name: engine._ring.num_loads(block) for block in layout.blocks}
             ring = engine._ring
             for block in layout.blocks:  # a step changes all blocks, and some are loaded for the next step
+                found.num_loads[block.name] = ring.num_loads(block)
                 assert ring.version_of(block) == self.num_steps
                 found.num_states[block.name] = self.num_steps + ring.is_here(block)
-            found.figures = tiers.codecs.figures()
-            found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+            found.figures = engine.tiers.codecs.figures()
+            found.weights = weights_of(engine)
             return found
 
 
 @dataclass
-class Trained:
+class Trained(training_ranks.Trained):
     """The results of a rank."""
 
-    layout: OffloadLayout
-    rank: int
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    norms: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    layout: Any = None
+    rank: int = 0
     sent: dict[str, int] = field(default_factory=dict)
     """The bytes of payloads, without those of loading before and of reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
@@ -171,7 +167,7 @@ class Oracle:
                 of_backwards = []
                 for number in range(training.num_backwards):
                     loss = self.model(**batch(step + 100 * number, rank)).loss
-                    loss.backward()
+                    (loss / training.num_backwards).backward()
                     self.losses[rank].append(loss.detach())
                     of_backwards.append({name: parameter.grad for name, parameter in self.parameters.items()})
                     self.model.zero_grad()

@@ -151,14 +151,6 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
     assert submitted == [(is_final, "slot of block" if borrows else None), (False, None)]
 
 
-def test_accumulation_is_refused_if_updates_run_in_backward() -> None:
-    block, _ = block_of(64)
-    arrivals = arrivals_at(block, pool("gradients", 2), holds_gradients=False)
-    arrivals.begin_backward(BackwardContext(is_final=False))
-    with pytest.raises(RuntimeError, match="gradients are being accumulated"):
-        arrivals.send_gradient(block.slices[0], torch.ones(64))
-
-
 def test_a_sparse_gradient_is_refused() -> None:
     embedding = nn.Embedding(40, 8, sparse=True)
     table = embedding.weight

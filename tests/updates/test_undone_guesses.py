@@ -76,17 +76,6 @@ def test_a_second_backward_without_a_forward_sees_no_guess(
 
 
 @EITHER_WAY
-def test_parameters_read_between_backward_and_step_have_no_guess(max_norm: float, make_twins: TwinsFactory) -> None:
-    twins = make_twins("llama", _clip="speculate")
-    twins.train(1)
-    twins.backward(5)
-    twins.assert_equal()  # this reads all records
-    twins.clip(max_norm)
-    twins.step()
-    twins.assert_equal()
-
-
-@EITHER_WAY
 def test_hyperparameters_set_between_backward_and_step_are_used(max_norm: float, make_twins: TwinsFactory) -> None:
     twins = make_twins("opt", _clip="speculate")
     for step in range(3):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from async_device import AsyncDevice
+from covering import slow_but
 from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
 from storage_doubles import FaultyBackend, SlowBackend
 from torch import Tensor, nn
@@ -224,25 +225,6 @@ def test_each_use_sees_the_weights_of_the_last_update(num_ranks: int, num_local:
     world.run(world.write(1, num_passes=4), 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
-def test_each_use_sees_the_last_update_in_many_programs(seed: int, tmp_path: Path) -> None:
-    num_ranks, num_local = [(2, 2), (2, 1), (4, 2), (3, 1), (8, 4)][seed % 5]
-    world = World(tmp_path, num_ranks, num_local=num_local, room=1.0 + seed % 3 / 2)
-    world.num_slots = [(2, 1), (3, 1), (4, 2), (6, 2)][seed % 4]
-    world.run(world.write(seed, num_passes=8, oddity=0.3), seed)
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("seed", range(10))
-def test_no_shared_memory_is_overwritten_before_it_is_copied(seed: int, tmp_path: Path) -> None:
-    devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
-    world = World(tmp_path, 2, room=1.0 + seed % 2)
-    world.device = devices.__getitem__
-    world.run(world.write(seed, num_passes=2), seed)
-    assert sum(device.num_races for device in devices) == 0
-
-
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2), (4, 1)])
 def test_a_node_reads_a_block_once_and_sends_it_once_to_each_other_node(
     num_ranks: int, num_local: int, tmp_path: Path
@@ -334,22 +316,34 @@ def test_ranks_that_run_different_layers_see_the_weights_of_the_last_update(
     run_different(world, seed, num_steps=3)
 
 
+def run_same(world: World, seed: int, num_steps: int) -> None:
+    world.run(world.write(seed, num_passes=num_steps, oddity=0.3), seed)
+
+
+RUNS = pytest.mark.parametrize("run", [run_same, run_different])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
-def test_ranks_that_run_different_layers_see_the_last_update_in_many_programs(seed: int, tmp_path: Path) -> None:
-    num_ranks, num_local = [(2, 2), (2, 1), (4, 2), (3, 3), (4, 4)][seed % 5]
+@RUNS
+def test_each_use_sees_the_last_update_in_many_programs(
+    run: Callable[[World, int, int], None], seed: int, tmp_path: Path
+) -> None:
+    num_ranks, num_local = [(2, 2), (2, 1), (4, 2), (3, 1), (3, 3), (4, 4), (8, 4)][seed % 7]
     world = World(tmp_path, num_ranks, num_local=num_local, room=1.0 + seed % 3 / 2)
     world.num_slots = [(2, 1), (3, 1), (4, 2), (6, 2)][seed % 4]
-    run_different(world, seed, num_steps=5)
+    run(world, seed, 6)
 
 
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("seed", range(4))
-def test_no_slot_is_overwritten_too_early_by_ranks_that_run_different_layers(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", slow_but([0], range(10)))
+@RUNS
+def test_no_memory_is_overwritten_before_it_is_copied(
+    run: Callable[[World, int, int], None], seed: int, tmp_path: Path
+) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
     world = World(tmp_path, 2, room=1.0 + seed % 2)
     world.device = devices.__getitem__
-    run_different(world, seed, num_steps=2)
+    run(world, seed, 2)
     assert sum(device.num_races for device in devices) == 0
 
 
@@ -368,31 +362,21 @@ class RecordsWithVerifier(RecordReader):
         return read
 
 
-def test_a_wrong_checksum_ends_all_ranks(tmp_path: Path) -> None:
-    world = World(tmp_path, 2)
+@pytest.mark.parametrize(("damaged_rank", "uses"), [(0, (4, 4)), (0, (1, 6)), (1, (1, 6))])
+def test_a_wrong_checksum_ends_all_ranks(damaged_rank: int, uses: tuple[int, int], tmp_path: Path) -> None:
+    """They load the same block or different ones, and the damaged one is the last."""
+    world, damaged = World(tmp_path, 2), f"layer{max(uses) - 1}"
 
     def raise_damaged(block: str, start: int) -> None:
         raise CorruptionError(f"param of {block} is damaged in", path="store", advice="resume from a checkpoint")
 
-    world.readers[0] = lambda records: RecordsWithVerifier(records, {"layer3"}, raise_damaged)
-    ops: list[Op] = [("begin", 0), ("use", 4), ("unpin", 4), ("fault", 0)]
-    outcomes = rank_outcomes(2, lambda links: world.rank(links, ops, 0))
-    assert all("param of layer3 is damaged" in str(outcome.error) for outcome in outcomes), outcomes
-    # The other rank may tell first that it got no shard of this block.
-    assert isinstance(outcomes[0].error, CorruptionError | RankFailedError)
-
-
-@pytest.mark.parametrize("damaged_rank", [0, 1])
-def test_a_wrong_checksum_ends_ranks_that_load_different_blocks(damaged_rank: int, tmp_path: Path) -> None:
-    world = World(tmp_path, 2)
-
-    def raise_damaged(block: str, start: int) -> None:
-        raise CorruptionError(f"param of {block} is damaged in", path="store", advice="resume from a checkpoint")
-
-    world.readers[damaged_rank] = lambda records: RecordsWithVerifier(records, {"layer5"}, raise_damaged)
-    ops: list[list[Op]] = [[("begin", 0), ("use", layer), ("unpin", layer), ("meet", 0)] for layer in (1, 6)]
+    world.readers[damaged_rank] = lambda records: RecordsWithVerifier(records, {damaged}, raise_damaged)
+    end: Op = ("fault" if uses[0] == uses[1] else "meet", 0)
+    ops: list[list[Op]] = [[("begin", 0), ("use", layer), ("unpin", layer), end] for layer in uses]
     outcomes = rank_outcomes(2, lambda links: world.rank(links, ops[links.ranks.rank], 0))
-    assert all("param of layer5 is damaged" in str(outcome.error) for outcome in outcomes), outcomes
+    assert all(f"param of {damaged} is damaged" in str(outcome.error) for outcome in outcomes), outcomes
+    # The other rank may tell first that it got no shard of this block.
+    assert isinstance(outcomes[damaged_rank].error, CorruptionError | RankFailedError)
 
 
 def test_a_failed_read_of_one_rank_ends_the_others(tmp_path: Path) -> None:
