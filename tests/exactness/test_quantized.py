@@ -487,8 +487,10 @@ def test_modules_of_the_setting_and_of_a_quantization_config_are_skipped() -> No
     assert quantize.method == "nf4" and set(quantize.skip) == {"o_proj", "up_proj", "experts"}
 
 
-def test_a_packed_store_is_resharded_for_two_ranks_and_back(tmp_path: Path) -> None:
-    base = base_folder(tmp_path, "llama")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_store_is_resharded_for_two_ranks_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Over a bfloat16 base the adapters stay float32, and rank 1 has all of them."""
+    base = base_folder(tmp_path, "llama", dtype)
     whole = trained(offloaded(tmp_path / "whole", base, "nf4", lora()), tmp_path)
     broken = offloaded(tmp_path / "run", base, "nf4", lora())
     broken.add_callback(InterruptAfter(2))

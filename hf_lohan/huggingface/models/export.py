@@ -94,10 +94,10 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     if FACTS_NAME not in files:
         raise ValueError(f"{folder / FACTS_NAME} is missing, so only the code that trains the model can save it")
     model: Any = _build_described(folder, files)
-    dtypes = {record.dtype for record in store.records if record.kind == "param"}
-    # If the model has several dtypes, the description has the dtype of each parameter.
-    working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
     facts = _read_facts(folder)
+    dtypes = {record.dtype for record in store.records if record.kind == "param"}
+    # If the model has several dtypes, the description has them all. A rank's shard may have records of only one.
+    working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 and "dtypes" not in facts else None
     quantization = Quantization.parse(facts["quantize"]) if "quantize" in facts else None
     # Each expert may be a block or not. The run's budgets decided this.
     for streams_experts in (False, True):
