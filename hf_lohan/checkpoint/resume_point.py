@@ -56,7 +56,8 @@ class ResumePoint:
         links: Links | None = None,
     ) -> ResumePoint:
         """Choose the state for ``asked``, the argument `resume_from_checkpoint`. "last_step" is the last committed
-        step. True is the last step or the last checkpoint, whichever is newer. transformers handles other values.
+        step. True is the last step, or the last checkpoint if it is newer and of another run. transformers handles
+        other values.
 
         `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
         the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
@@ -73,7 +74,7 @@ class ResumePoint:
         if last is not None and is_resumable(last):
             log = committed_log(store_paths, last)
             check(last, log, store_paths[0])
-        if asked is True and not _is_newest(last, store_paths, output_dir, last_checkpoint):
+        if asked is True and not _continues_from(last, store_paths, output_dir, last_checkpoint):
             return cls(True)
         commit = _resumable(last, store_paths, output_dir)
         folder = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP)
@@ -220,14 +221,20 @@ def _resumable(commit: Commit | None, paths: Sequence[str], output_dir: str) -> 
     return commit
 
 
-def _is_newest(
+def _continues_from(
     commit: Commit | None, paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]
 ) -> bool:
-    """Return whether the run in ``output_dir`` committed the step of its last checkpoint or a later step."""
+    """Return whether the run in ``output_dir`` continues from ``commit`` and not from its last checkpoint.
+
+    A run that is killed between a checkpoint and the commit of its step continues from the commit before, because a
+    checkpoint lacks the sums since the last log and what follows the last step of an epoch, such as an evaluation."""
     if commit is None or not is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
         return False
     checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-    return checkpoint is None or int(commit.facts["global_step"]) >= _step_in_name(checkpoint)
+    if checkpoint is None or int(commit.facts["global_step"]) >= _step_in_name(checkpoint):
+        return True
+    run_id = commit.facts.get(RUN_ID)
+    return run_id is not None and facts_of_checkpoint(checkpoint).get(RUN_ID) == run_id
 
 
 def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import dataset
+from transformers import TrainerCallback
 
 
 @pytest.mark.covering(0)
@@ -47,3 +48,32 @@ def test_an_epoch_that_began_with_a_resume_keeps_its_order(resume: str, tmp_path
         torch.manual_seed(99)  # a new process has another seed
     again = make_trainer(tmp_path / "run", **saving)
     assert_same(train_to_end(again, "last_step"), expected)
+
+
+class EndsEpochAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop |= state.global_step == self._step
+
+
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", ["iterable", "ended_by_callback"])
+def test_epochs_of_unequal_length_resume_at_their_place(kind: str, accumulated: int, tmp_path: Path) -> None:
+    """Five batches are an epoch without a known length, so that two micro-batches end it within a step. Or a callback
+    ends the first epoch."""
+    rows: Any = dataset(10)
+    rows = rows.to_iterable_dataset(2).shuffle(seed=1, buffer_size=4) if kind == "iterable" else rows
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "epoch", "logging_steps": 1}
+    settings = {"max_steps": 9, "gradient_accumulation_steps": accumulated, "rows": rows, **saving}
+
+    def run(folder: str, *callbacks: TrainerCallback) -> Any:
+        ending = (EndsEpochAfter(2),) if kind == "ended_by_callback" else ()
+        return make_trainer(tmp_path / folder, *ending, *callbacks, family="llama", **settings)
+
+    expected = train_to_end(run("whole"))
+    for step in (2, 5):
+        interrupt(run("run", InterruptAfter(step)), "last_step" if step > 2 else None)
+    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-4")):
+        assert_same(train_to_end(run("run"), resume), expected)

@@ -21,7 +21,7 @@ from interrupted_runs import (
 )
 from short_runs import StopsAfter
 from trajectories import arguments, dataset
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_model
@@ -155,7 +155,7 @@ def test_sigterm_finishes_and_commits_the_step(tmp_path: Path, uninterrupted: An
     assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
-def test_true_resumes_from_the_newer_of_step_and_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
+def test_true_resumes_from_the_last_step_or_a_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(tmp_path / "run", InterruptAfter(5), **settings)
     interrupt(trainer)
@@ -178,17 +178,59 @@ class EndsAtSave(TrainerCallback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("save_steps", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_killed_between_a_checkpoint_and_its_commit_loses_nothing(save_steps: int, tmp_path: Path) -> None:
+    """Step 2 is between two logs. Step 3 is the last of its epoch, which is evaluated after the checkpoint."""
+    settings = {"rows": dataset(12), "eval_strategy": "epoch", "eval_on_start": True, "logging_strategy": "steps"}
+    saving = {"save_strategy": "steps", "save_steps": save_steps}
+    whole = make_trainer(tmp_path / "whole", **settings, **saving)
+    broken = make_trainer(tmp_path / "run", EndsAtSave(), **settings, **saving)
+    whole.train()
+    interrupt(broken)
+    again = make_trainer(tmp_path / "run", **settings, **saving)
+    again.train(resume_from_checkpoint=True)
+
+    def evaluations(trainer: Any) -> list[tuple[int, float]]:
+        return [(row["step"], row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row]
+
+    assert [step for step, _ in evaluations(whole)] == [0, 3, 6]
+    assert evaluations(again) == evaluations(whole)
+    assert_same(outcome_of(again), outcome_of(whole))
+
+
+def test_states_of_callbacks_that_are_not_restored_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    settings |= {"greater_is_better": True, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+
+    def run(**more: Any) -> Any:
+        stopping = EarlyStoppingCallback(early_stopping_patience=2)
+        return make_trainer(tmp_path / "run", stopping, gradient_accumulation_steps=1, **settings, **more)
+
+    first = run()
+    first.train()
+    first.offload_engine.close()
+    assert first.state.global_step < first.state.max_steps
+    for restores in (False, True):
+        caplog.clear()
+        again = run(restore_callback_states_from_checkpoint=restores)
+        interrupted = InterruptAfter(first.state.global_step)
+        again.add_callback(interrupted)
+        interrupt(again, "last_step")
+        assert ("EarlyStoppingCallback begins anew" in caplog.text) is not restores
+        assert f"a callback had ended training after step {first.state.global_step} of 6" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_loaded_checkpoint_is_committed_as_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
-    """A run ends with a checkpoint that is newer than its last step, resumes, and ends again before another step."""
+    """A run ends with a checkpoint that is newer than its last step, resumes there, and ends before another step."""
     # The run logs when it saves, because a checkpoint does not keep the losses summed since the last log.
     settings = {"save_strategy": "steps", "save_steps": 3}
     trainer = make_trainer(tmp_path / "run", EndsAtSave(), **settings)
     interrupt(trainer)
     assert hf_lohan.last_step(tmp_path / "run") == 2
     again = make_trainer(tmp_path / "run", InterruptAfter(3), **settings)
-    interrupt(again, True)
-    assert again._resume_point.commit is None
+    interrupt(again, str(tmp_path / "run" / "checkpoint-3"))
     assert hf_lohan.last_step(tmp_path / "run") == 3
     last = make_trainer(tmp_path / "run", **settings)
     assert_same(train_to_end(last, "last_step"), uninterrupted)

@@ -41,6 +41,7 @@ from hf_lohan.updates import MISSED_STEPS_NAME
 logger = logging.getLogger(__name__)
 
 _TRAINER_FACTS = "trainer"
+_POSITION = "position"
 _END = b"end"
 
 
@@ -118,6 +119,9 @@ class StepJournal(TrainerCallback):
         self._write_files = write_files
         self._termination = termination
         self.epoch = epoch
+        self._epoch = self._num_batches = 0
+        self._position: Mapping[str, int] | None = None
+        """The next step's place in the data. None if a checkpoint of another program does not have it."""
         self._last_checkpoint: str | None = None
         self._has_saved = False
         self._seen_step = -1
@@ -131,6 +135,7 @@ class StepJournal(TrainerCallback):
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
         """Resume from `point`. If it has no commit, this run commits the step of upstream's folder `checkpoint`."""
         self.epoch.resume(checkpoint)
+        self._position = _facts_of(point, checkpoint).get(_POSITION)
         if point.commit is not None:
             facts = point.commit.facts
             self._resumed = facts[_TRAINER_FACTS]
@@ -153,6 +158,23 @@ class StepJournal(TrainerCallback):
         self._engine.commits.request(first, even_in_place=True)
         self._loaded = None
 
+    def begin_epoch(self, number: int, num_batches: int, *, is_rest: bool) -> None:
+        """Begin an epoch, or the rest of an epoch. ``num_batches``: number of batches of the whole epoch."""
+        self.epoch.begin_epoch(is_rest=is_rest)
+        self._epoch, self._num_batches = number, num_batches
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        num_steps = round((state.epoch - self._epoch) * self._num_batches) // args.gradient_accumulation_steps
+        is_over = state.epoch >= self._epoch + 1
+        self._set_position(self._epoch + is_over, 0 if is_over else num_steps)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._set_position(self._epoch + 1, 0)
+
+    def _set_position(self, epoch: int, num_steps: int) -> None:
+        rows = self._trainer.get_total_train_batch_size(self._trainer.args)
+        self._position = {"epoch": epoch, "num_steps": num_steps, "rows_per_step": rows}
+
     def _warn_of_overwritten_step(self, step: int) -> None:
         """Warn if this run, which begins at ``step``, overwrites a later step of an earlier run."""
         last = self._engine.tiers.store.committed
@@ -172,7 +194,7 @@ class StepJournal(TrainerCallback):
         """Write the facts of the run, and the random state from the beginning of the epoch, to a checkpoint."""
         self.epoch.write(os.path.join(folder, FOLDER_NAME))
         Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
-            json.dumps(self._engine.commits.run_facts()), encoding="utf-8"
+            json.dumps({**self._engine.commits.run_facts(), _POSITION: self._position}), encoding="utf-8"
         )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -189,6 +211,8 @@ class StepJournal(TrainerCallback):
         """Commit the step. Called after each step, and again at the end of an epoch. Raises SystemExit after
         SIGTERM."""
         state, control = self._trainer.state, self._trainer.control
+        if not self._trainer.accelerator.sync_gradients:
+            return  # an epoch without a known length has ended within a step, whose first gradients no commit has
         is_first_call = state.global_step != self._seen_step
         self._seen_step = state.global_step
         ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
@@ -231,6 +255,7 @@ class StepJournal(TrainerCallback):
         trainer = self._trainer
         journal_facts = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
         return {
+            _POSITION: self._position,
             "global_step": trainer.state.global_step,
             "is_resumable": resumable,
             "output_dir": os.path.realpath(trainer.args.output_dir),
@@ -248,6 +273,52 @@ class StepJournal(TrainerCallback):
                 by_name.setdefault(type(callback).__name__, []).append(callback.state())
         callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
         return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
+
+
+def resume_in_data(trainer: Any, point: ResumePoint, folder: str, counted: tuple[int, int]) -> tuple[int, int]:
+    """Return the epoch, and the number of its micro-batches, that were trained before ``point``, whose files are in
+    ``folder``. Upstream has ``counted`` both from the number of steps, which is wrong if epochs have different numbers
+    of steps: an iterable dataset has no length, and a callback may end an epoch."""
+    state = Path(folder, TRAINER_STATE_NAME)
+    if state.is_file():
+        _warn_of_differences(trainer, TrainerState.load_from_json(str(state)))
+    args, position = trainer.args, _facts_of(point, folder).get(_POSITION)
+    rows_per_step = trainer.get_total_train_batch_size(args)
+    if args.ignore_data_skip or position is None or position["rows_per_step"] != rows_per_step:
+        return counted
+    return position["epoch"], position["num_steps"] * args.gradient_accumulation_steps
+
+
+def _warn_of_differences(trainer: Any, resumed: TrainerState) -> None:
+    """Warn if a run that resumes from ``resumed`` would differ from one that was never stopped, because states of
+    callbacks are not restored, a callback had ended training, or new workers of a data loader draw random numbers."""
+    args, step = trainer.args, resumed.global_step
+    if not args.should_log:
+        return
+    states = {} if args.restore_callback_states_from_checkpoint else resumed.stateful_callbacks
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, ExportableState) and states.get(name, callback.state()) != callback.state():
+            logger.warning(
+                "%s begins anew, because its state after step %d is not restored; to restore it, set "
+                "restore_callback_states_from_checkpoint=True",
+                name,
+                step,
+            )
+    control = resumed.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+    if control.get("should_training_stop") and step < resumed.max_steps:
+        logger.warning("a callback had ended training after step %d of %d, and it goes on now", step, resumed.max_steps)
+    if args.dataloader_persistent_workers and args.dataloader_num_workers:
+        logger.warning(
+            "dataloader_persistent_workers=True draws random numbers when the workers start, so dropout differs from "
+            "that of a run that was never stopped; leave it out for the same bits"
+        )
+
+
+def _facts_of(point: ResumePoint, checkpoint: str | None) -> Mapping[str, Any]:
+    if point.commit is not None:
+        return point.commit.facts
+    return {} if checkpoint is None else facts_of_checkpoint(checkpoint)
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:

@@ -70,7 +70,7 @@ from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import check_sequence_ranks, ranks_here
 from hf_lohan.huggingface.trainer.in_memory import choose_place, load_in_memory
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
-from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
+from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal, resume_in_data
 from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin
 from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
 from hf_lohan.huggingface.trainer_mixin import TrainerMixin
@@ -386,8 +386,8 @@ class OffloadTrainerMixin(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but `resume_from_checkpoint="last_step"` resumes from the last committed step of the store,
-        and `True` from this step or the last checkpoint, whichever is newer. An attempt that torchrun restarted resumes
-        automatically. After SIGTERM the run ends when its step is committed.
+        and `True` from this step, or from the last checkpoint if it is newer and of another run. An attempt that
+        torchrun restarted resumes automatically. After SIGTERM the run ends when its step is committed.
 
         Raises ValueError if no step or checkpoint exists to resume from.
         """
@@ -426,6 +426,15 @@ class OffloadTrainerMixin(
                     self.offload_engine.close()
                 self._termination.exit()
         return output
+
+    def _init_training_state(
+        self, max_steps: int, num_steps: int, num_epochs: int, resume_from_checkpoint: str | None, *args: Any
+    ) -> tuple[int, int]:
+        counted: tuple[int, int]
+        counted = super()._init_training_state(max_steps, num_steps, num_epochs, resume_from_checkpoint, *args)
+        if self._offload_config is None or resume_from_checkpoint is None:
+            return counted
+        return resume_in_data(self, self._resume_point, resume_from_checkpoint, counted)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
@@ -468,7 +477,8 @@ class OffloadTrainerMixin(
             return None
         if self._journal is not None:
             is_first = kwargs["epoch"] == kwargs["epochs_trained"]
-            self._journal.epoch.begin_epoch(is_rest=is_first and kwargs["steps_trained_in_current_epoch"] > 0)
+            is_rest = is_first and kwargs["steps_trained_in_current_epoch"] > 0
+            self._journal.begin_epoch(kwargs["epoch"], kwargs["steps_in_epoch"], is_rest=is_rest)
         return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(
@@ -481,6 +491,12 @@ class OffloadTrainerMixin(
             self._record.lines.flush()
         if self._journal is not None:
             self._journal.after_step()
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if kwargs.get("skip_scheduler") and self._resume_point.commit is not None:
+            return {}  # `eval_on_start`: the step's log has this evaluation
+        metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        return metrics
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._ensure_engine() is None:
