@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-import hf_lohan
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.models import recipe, weight_sink
 from hf_lohan.huggingface.models.checkpoint_form import read_form
@@ -189,14 +188,6 @@ def test_compressed_tensors_are_dequantized(
     assert len(products) == 21
     for name, product in products.items():
         assert torch.equal(found[name], product), name
-
-
-def test_a_quantized_checkpoint_generates(open_engines: list[Any], tmp_path: Path) -> None:
-    path, prompt = KINDS["llama-fp8"][0](tmp_path / "quantized"), torch.tensor([[7, 8, 9]])
-    model = hf_lohan.load_for_generation(path, {"ssd": str(tmp_path / "store")}, max_length=8, torch_device="cpu")
-    open_engines.append(engine_of(model))
-    expected = dequantized(path, "llama-fp8").eval().generate(prompt, max_new_tokens=5, do_sample=False)
-    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
