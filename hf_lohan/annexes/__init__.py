@@ -3,7 +3,7 @@
 Each package here is one annex, and its docstring states its use and its costs. An annex may import the core. The
 core does not import an annex. One file of the core finds the annex by name. Without the annex, this file either uses a
 default that does nothing (`find_annex`) or refuses settings that need the annex (`need_annex`). `tests/test_house.py`
-checks the imports, and `tests/annexes/test_removed.py` removes each annex in turn.
+checks the imports, and `tests/annexes/test_removed.py` removes the annexes.
 """
 
 from __future__ import annotations

@@ -91,11 +91,11 @@ def test_json_has_all_figures(model_13b: str) -> None:
     assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 FLOPs per weight and token"
 
 
-def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> None:
-    result = plan(model_13b, "--hardware", PAPER, "--paper", with_changes=True)
+def test_tables_name_the_bottleneck_and_the_nearest_changes(model_of_4_layers: str) -> None:
+    result = plan(model_of_4_layers, "--hardware", PAPER, "--paper", with_changes=True)
     assert result.exit_code == 0, result.stderr
     for text in (
-        "OPTForCausalLM, 12.9 billion parameters, bfloat16; batch 16 x 1024 tokens",
+        "OPTForCausalLM, 1.53 billion parameters, bfloat16; batch 16 x 1024 tokens",
         "bound by the SSDs",
         "tokens/s",
         "forward",
@@ -233,13 +233,13 @@ def test_the_reason_why_micro_batches_run_one_after_the_other_is_printed(tmp_pat
     assert "true would draw the model's random numbers (dropout=0.1)" in refused.stderr
 
 
-def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_path: Path) -> None:
+def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_of_4_layers: str, tmp_path: Path) -> None:
     values = {}
     for dtype in ("float32", "bfloat16", "int8"):
         offload = tmp_path / f"{dtype}.yaml"
         offload.write_text(f"optimizer_state_dtype: {dtype}\n_resident_records: none\nactivations: recompute\n")
-        values[dtype] = planned(model_13b, "--hardware", PAPER, "--offload", offload, batch_size=8)
-    num_params = 12.85e9
+        values[dtype] = planned(model_of_4_layers, "--hardware", PAPER, "--offload", offload, batch_size=8)
+    num_params = values["int8"]["num_params"]
     stored = {dtype: sum(value["tier_bytes"]["ssd"].values()) for dtype, value in values.items()}
     assert stored["float32"] - stored["bfloat16"] == pytest.approx(2 * 4 * num_params, rel=0.01)
     assert stored["float32"] - stored["int8"] == pytest.approx(2 * 5.75 * num_params, rel=0.01)
@@ -248,10 +248,12 @@ def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_
     assert values["int8"]["step_s"] < values["bfloat16"]["step_s"] < values["float32"]["step_s"]
 
 
-def test_durability_is_checkpoint_if_two_versions_of_the_state_do_not_fit(model_13b: str, tmp_path: Path) -> None:
-    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
-    assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"
-    assert planned(model_13b, "--hardware", hardware)["durability"] == "checkpoint"
+def test_durability_is_checkpoint_if_two_versions_of_the_state_do_not_fit(
+    model_of_4_layers: str, tmp_path: Path
+) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="30GB"))
+    assert planned(model_of_4_layers, "--hardware", PAPER)["durability"] == "step"
+    assert planned(model_of_4_layers, "--hardware", hardware)["durability"] == "checkpoint"
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")

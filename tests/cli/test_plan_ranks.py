@@ -145,9 +145,9 @@ def test_a_transport_that_cannot_be_is_refused(
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")
-def test_ranks_of_one_node_share_its_drive(model_13b: str) -> None:
-    """The drive is the bottleneck of the paper's 13B model with one drive, however many ranks share it."""
-    arguments = (model_13b, "--hardware", PAPER, "--paper")
+def test_ranks_of_one_node_share_its_drive(model_of_4_layers: str) -> None:
+    """The drive is the bottleneck of a model of the paper with one drive, however many ranks share it."""
+    arguments = (model_of_4_layers, "--hardware", PAPER, "--paper")
     one, four = (planned(*arguments, "--ranks", ranks) for ranks in (1, 4))
     assert "cluster" not in one and "ranks" not in one
     assert four["bottleneck"] == one["bottleneck"] == "ssd"

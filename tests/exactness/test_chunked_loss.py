@@ -7,24 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from trajectories import SMALL_BUDGETS, Trajectory, arguments, dataset, train_offloaded, train_stock
+from trajectories import SMALL_BUDGETS, arguments, assert_nearly_equal, dataset, train_offloaded, train_stock
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 CHUNKED = {**SMALL_BUDGETS, "chunks.loss": True}
-RELATIVE = 1e-5
-"""The tolerance of losses. Norms and weights have larger ones, because AdamW amplifies the rounding of gradients."""
-
-
-def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
-    assert len(ours.losses) == len(stock.losses) > 0
-    assert ours.losses == pytest.approx(stock.losses, rel=RELATIVE)
-    assert ours.norms == pytest.approx(stock.norms, rel=10 * RELATIVE)
-    for name, weight in stock.weights.items():
-        assert torch.allclose(ours.weights[name], weight, rtol=0, atol=2e-5), name
-
-
 CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},

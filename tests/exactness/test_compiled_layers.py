@@ -16,6 +16,7 @@ from interrupted_runs import COMMIT_EACH_STEP, InterruptAfter, interrupt
 from packed_bases import packed_and_decoded
 from peft import LoraConfig, get_peft_model
 from short_runs import short_arguments
+from stored_weights import assert_stored
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
@@ -207,14 +208,6 @@ def test_layers_have_places_of_their_own(family: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_lengths_are_compiled_twice_at_most(tmp_path: Path) -> None:
-    models = [model_of("llama").train() for _ in range(2)]
-    engine = check_against_memory(*models, tmp_path, lengths=(16, 24, 40, 32, 20))
-    assert counters["stats"]["unique_graphs"] <= 6  # the second is for all lengths
-    engine.close()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["auto", "keep"])
 def test_many_shapes_and_caches_are_compiled(activations: str, tmp_path: Path) -> None:
     """Lengths, rows, padding and evaluation count as other graphs, more than dynamo keeps by default. A config may ask
@@ -290,8 +283,12 @@ def test_adapters_over_a_packed_base(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_trainer_compiles_and_evaluates_as_the_stock_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "torch_compile": True}
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_trainer_compiles_and_evaluates_as_the_stock_trainer(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both backends have the same graphs. The slow one also generates and compiles C++."""
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "torch_compile_backend": backend}
     data = {"train_dataset": tiny_rows(8), "eval_dataset": tiny_rows(4)}
     stock_model = tiny_model("llama", num_layers=2)
     ours = copy.deepcopy(stock_model)
@@ -307,8 +304,7 @@ def test_trainer_compiles_and_evaluates_as_the_stock_trainer(tmp_path: Path, mon
     assert logs[0] == logs[1]
     engine = engine_of(ours)
     assert engine is not None and len(engine.activations.compiled) == 2
-    for name, parameter in stock_model.named_parameters():
-        assert torch.equal(engine.parameters.read_parameter(name), parameter), name
+    assert_stored(ours, stock_model)
     engine.close()
 
 
@@ -335,8 +331,7 @@ def test_swapped_graphs_train_on_after_an_interrupt(tmp_path: Path, monkeypatch:
     logs = [[(row["loss"], row["grad_norm"]) for row in t.state.log_history if "loss" in row] for t in (stock, second)]
     assert logs[0] == logs[1]
     assert len(engine.activations.graph_bytes) == 2 and engine.activations.swapper.swapped_bytes
-    for name, parameter in stock_model.named_parameters():
-        assert torch.equal(engine.parameters.read_parameter(name), parameter), name
+    assert_stored(second.model, stock_model)
     engine.close()
 
 

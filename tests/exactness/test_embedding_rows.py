@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from short_runs import StopsAfter
 from trajectories import (
     SMALL_BUDGETS,
     arguments,
@@ -20,7 +21,6 @@ from trajectories import (
     train_stock,
 )
 from transformers import Trainer as StockTrainer
-from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_model
@@ -31,20 +31,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("then", ["rows", "whole"])
 def test_resumes_from_the_other_form(then: str, tmp_path: Path) -> None:
-    class EndsEarly(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            control.should_training_stop = state.global_step == 5
-
-    def trainer(embedding: str) -> Any:
+    def trainer(embedding: str, *callbacks: StopsAfter) -> Any:
         return hf_lohan.Trainer(
             tiny_model("llama"),
             arguments(tmp_path / "run", max_grad_norm=1.0),
             train_dataset=dataset(),
+            callbacks=[*callbacks],
             offload={**SMALL_BUDGETS, "commit_every": 1, "embedding": embedding},
         )
 
-    first = trainer("whole" if then == "rows" else "rows")
-    first.add_callback(EndsEarly())
+    first = trainer("whole" if then == "rows" else "rows", StopsAfter(3))
     first.train()
     first.offload_engine.close()
     second = trainer(then)

@@ -41,7 +41,7 @@ def test_a_run_interrupted_several_times_equals_an_uninterrupted_run(
     """Runs have dropout, accumulation and a schedule, and log every third step."""
     settings = {"offload": {"_clip": clip}}
     resume = None
-    for step in (1, 2, 3, 5):
+    for step in (1, 4):
         trainer = make_trainer(tmp_path / "run", InterruptAfter(step), **settings)
         interrupt(trainer, resume)
         assert hf_lohan.last_step(tmp_path / "run") == step

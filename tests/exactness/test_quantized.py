@@ -161,20 +161,13 @@ def test_adapters_and_losses_are_those_of_bitsandbytes(
     ours.offload_engine.close()
 
 
-def trained(trainer: hf_lohan.Trainer, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    trainer: hf_lohan.Trainer, folder: Path, resume: str | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and adapters of a run to its end, whose engine is then closed."""
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     outcome = losses_of(trainer), saved_adapters(trainer, folder)
     trainer.offload_engine.close()
-    return outcome
-
-
-def resumed(folder: Path, base: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The outcome of a broken run that continues from its last step."""
-    again = offloaded(folder, base, "nf4", lora())
-    again.train(resume_from_checkpoint="last_step")
-    outcome = losses_of(again), saved_adapters(again, folder / "again")
-    again.offload_engine.close()
     return outcome
 
 
@@ -302,12 +295,16 @@ def test_trl_over_a_packed_base_equals_trl_over_bitsandbytes(kind: str, tmp_path
 
 
 def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
+    """Its store was resharded for two ranks and back."""
     base = base_folder(tmp_path, "llama")
     whole = trained(offloaded(tmp_path / "whole", base, "nf4", lora()), tmp_path)
     broken = offloaded(tmp_path / "run", base, "nf4", lora())
     broken.add_callback(InterruptAfter(2))
     interrupt(broken)
-    assert_equal(resumed(tmp_path / "run", base), whole)
+    for num_ranks in (2, 1):
+        reshard_stores([str(tmp_path / "run")], num_ranks, removes_old=True)
+        assert verify_stores([str(tmp_path / "run")])
+    assert_equal(trained(offloaded(tmp_path / "run", base, "nf4", lora()), tmp_path / "again", "last_step"), whole)
     with pytest.raises(ForeignStoreError, match="holds a store with quantize: nf4, this run has none"):
         offloaded(tmp_path / "run", base, "none", lora())
     tiny_model("llama", seed=1, hidden_size=64).save_pretrained(tmp_path / "other")

@@ -22,12 +22,13 @@ def fork_server() -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
-    """Return the outcome of a run without faults. Folders and RAM do not change the outcome."""
+    """Return the outcome of a run without faults. Folders, RAM, commits and checkpoints do not change the outcome."""
     known: dict[Run, Outcome] = {}
 
     def outcome_of(run: Run) -> Outcome:
         folder = tmp_path_factory.mktemp("undisturbed")
         kind = replace(run, output_dir=Path(), beside=Path(), ssd=Run.ssd, cpu_memory=Run.cpu_memory)
+        kind = replace(kind, commit_every=Run.commit_every, save_steps=Run.save_steps)
         if kind not in known:
             finish(replace(kind, output_dir=folder / "out", beside=folder))
             known[kind] = read_outcome(folder)

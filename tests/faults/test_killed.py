@@ -85,8 +85,8 @@ def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturb
 
 def test_killed_while_expert_updates_are_pending(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The commit records the missed steps, so that another process can apply them."""
-    run = run_in(tmp_path, Run(family="qwen3_moe", num_steps=9, save_steps=6))
-    kill_after(run, num_steps=5)
+    run = run_in(tmp_path, Run(family="qwen3_moe", num_steps=6, save_steps=4))
+    kill_after(run, num_steps=3)
     commit = last_commit(store_paths_of(run.output_dir)[0])
     assert commit is not None and MISSED_STEPS_NAME in commit.journal
     check_against(run, undisturbed)
@@ -227,7 +227,7 @@ def test_ctrl_c_or_a_second_sigterm_abandons_the_step(
 
 def test_ctrl_c_while_the_first_step_is_planned(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """An exception in a function that torch calls during planning would abort the process."""
-    run = run_in(tmp_path, Run(num_steps=2))
+    run = run_in(tmp_path, Run(num_steps=8))
     child = Child(run, Mishap(signals=(signal.SIGINT,), event="in_trace"))
     assert child.end() == INTERRUPTED, child.output_tail()
     assert child.num_reports("begun") == 1 and child.last_step == 0
@@ -245,7 +245,7 @@ def test_a_hanging_process_prints_its_stacks(tmp_path: Path, monkeypatch: pytest
 
 def test_killed_when_all_steps_are_done(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """No step is left: a resume gives the same log and weights."""
-    run = run_in(tmp_path, Run())
+    run = run_in(tmp_path, Run(num_steps=8))
     finish(run)
     (tmp_path / "outcome.safetensors").unlink()
     child = finish(run)

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow_but
 from equal_tensors import assert_same_tensors
+from stored_weights import assert_stored, stored
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from hf_lohan import Accelerator, LohanPlugin, engine_of
+from hf_lohan import Accelerator, LohanPlugin, engine_of, from_pretrained
+from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model, tiny_rows
 
 NUM_BATCHES = 8
@@ -31,18 +32,46 @@ def loader() -> DataLoader[Any]:
     return DataLoader(rows(), batch_size=2)  # type: ignore[arg-type]
 
 
-def optimizer_and_scheduler(model: Any) -> tuple[torch.optim.AdamW, LambdaLR]:
+Make = Callable[[Any], list[torch.optim.Optimizer]]
+"""Makes the optimizers of a model."""
+
+
+def adamw(model: Any) -> list[torch.optim.Optimizer]:
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, fused=True)
-    return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return [torch.optim.AdamW(groups, lr=2e-3, fused=True)]
 
 
-def plain_loop(model: Any, *, accumulate: int, max_norm: float) -> tuple[list[float], list[float]]:
+def sgd(model: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+def muon_and_adamw(model: Any) -> list[torch.optim.Optimizer]:
+    matrices = hidden_matrices(model)
+    of_layers = [p for p in model.parameters() if p in matrices]
+    rest = [p for p in model.parameters() if p not in matrices]
+    return [torch.optim.Muon(of_layers, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+
+
+def schedulers_of(optimizers: list[torch.optim.Optimizer]) -> list[LambdaLR]:
+    return [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
+
+
+def take_step(optimizers: list[Any], schedulers: list[Any]) -> None:
+    """Each scheduler steps before the next optimizer, which has its own learning rate."""
+    for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def plain_loop(model: Any, *, accumulate: int, max_norm: float, make: Make = adamw) -> tuple[list[float], list[float]]:
     """Return losses and norms."""
-    optimizer, scheduler = optimizer_and_scheduler(model)
+    optimizers = make(model)
+    schedulers = schedulers_of(optimizers)
     losses, norms = [], []
     for number, batch in enumerate(loader(), start=1):
         loss = model(**batch).loss
@@ -51,24 +80,23 @@ def plain_loop(model: Any, *, accumulate: int, max_norm: float) -> tuple[list[fl
         if number % accumulate == 0:
             if max_norm:
                 norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            take_step(optimizers, schedulers)
     return losses, norms
 
 
 class Prepared:
     """The results of `prepare`."""
 
-    def __init__(self, model: Any, folder: Path, *, accumulate: int = 1, **plugin: Any) -> None:
+    def __init__(self, model: Any, folder: Path, *, accumulate: int = 1, make: Make = adamw, **plugin: Any) -> None:
         offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(folder)}
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulate, lohan_plugin=LohanPlugin(offload=offload, **plugin)
         )
-        optimizer, scheduler = optimizer_and_scheduler(model)
-        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            model, optimizer, loader(), scheduler
-        )
+        optimizers = make(model)
+        num = len(optimizers)
+        given = (model, loader(), *optimizers, *schedulers_of(optimizers))
+        self.model, self.loader, *rest = self.accelerator.prepare(*given)
+        self.optimizers, self.schedulers = rest[:num], rest[num:]
 
     def run(self, *, max_norm: float, skip: int = 0, stop: int = NUM_BATCHES) -> tuple[list[float], list[float]]:
         """Run the loop of Accelerate's documentation on batches [skip, stop)."""
@@ -85,15 +113,8 @@ class Prepared:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
                     assert norm is not None
                     norms.append(float(norm))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
+                take_step(self.optimizers, self.schedulers)
         return losses, norms
-
-    def weights(self) -> dict[str, Tensor]:
-        engine = engine_of(self.model)
-        access = engine.parameters
-        return {name: access.read_parameter(name) for name, _ in self.model.named_parameters()}
 
     def close(self) -> None:
         engine = self.accelerator.offload_engine
@@ -113,11 +134,6 @@ def prepared(tmp_path: Path) -> Iterator[Callable[..., Prepared]]:
         one.close()
 
 
-def assert_same(ours: dict[str, Tensor], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        assert torch.equal(ours[name], parameter), name
-
-
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("max_norm", [0.0, MAX_NORM])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -129,7 +145,7 @@ def test_the_loop_equals_plain_torch(
     expected = plain_loop(stock, accumulate=accumulate, max_norm=max_norm)
     ours = prepared(tiny_model(family).train(), accumulate=accumulate)
     assert ours.run(max_norm=max_norm) == expected
-    assert_same(ours.weights(), stock)
+    assert_stored(ours.model, stock)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -148,11 +164,9 @@ def test_joint_micro_batches_equal_plain_torch(family: str, prepared: Callable[.
     for first in range(0, NUM_BATCHES, 4):
         losses += accelerator.run_micro_batches([partial(forward_and_backward, b) for b in batches[first : first + 4]])
         norms.append(float(accelerator.clip_grad_norm_(ours.model.parameters(), MAX_NORM)))  # type: ignore[arg-type]
-        ours.optimizer.step()
-        ours.scheduler.step()
-        ours.optimizer.zero_grad()
+        take_step(ours.optimizers, ours.schedulers)
     assert (losses, norms) == (expected_losses, expected_norms)
-    assert_same(ours.weights(), stock)
+    assert_stored(ours.model, stock)
 
 
 def test_a_loop_that_promises_not_to_clip_updates_in_backward(prepared: Callable[..., Prepared]) -> None:
@@ -162,26 +176,36 @@ def test_a_loop_that_promises_not_to_clip_updates_in_backward(prepared: Callable
     engine = ours.accelerator.offload_engine
     assert engine is not None and not engine.layout.holds_gradients
     assert ours.run(max_norm=0.0) == expected
-    assert_same(ours.weights(), stock)
+    assert_stored(ours.model, stock)
     with pytest.raises(ValueError, match="max_grad_norm=0"):
         ours.run(max_norm=1.0, stop=1)
 
 
-@pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        *(
+            pytest.param(family, adamw, marks=[] if family in ("opt", "mixtral") else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+        ("llama", sgd),
+        ("llama", muon_and_adamw),
+    ],
+)
 def test_a_saved_state_resumes_elsewhere_to_the_bit(
-    family: str, prepared: Callable[..., Prepared], tmp_path: Path
+    family: str, make: Make, prepared: Callable[..., Prepared], tmp_path: Path
 ) -> None:
     stock = tiny_model(family).train()
-    expected = plain_loop(stock, accumulate=2, max_norm=MAX_NORM)
-    first = prepared(tiny_model(family).train(), accumulate=2)
+    expected = plain_loop(stock, accumulate=2, max_norm=MAX_NORM, make=make)
+    first = prepared(tiny_model(family).train(), accumulate=2, make=make)
     losses, norms = first.run(max_norm=MAX_NORM, stop=4)
     first.accelerator.save_state(str(tmp_path / "state"))
-    second = prepared(tiny_model(family, seed=5).train(), accumulate=2)
+    second = prepared(tiny_model(family, seed=5).train(), accumulate=2, make=make)
     second.run(max_norm=MAX_NORM, stop=2)  # loading must replace these moments and weights
     second.accelerator.load_state(str(tmp_path / "state"))
     more_losses, more_norms = second.run(max_norm=MAX_NORM, skip=4)
     assert (losses + more_losses, norms + more_norms) == expected
-    assert_same(second.weights(), stock)
+    assert_stored(second.model, stock)
 
 
 def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
@@ -189,14 +213,39 @@ def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
     first, state = Prepared(tiny_model("mixtral").train(), tmp_path / "first"), tmp_path / "state"
     first.run(max_norm=MAX_NORM, stop=1)
     first.accelerator.save_state(str(state))
-    expected = first.weights()
+    expected = stored(first.model)
     (state / "model.safetensors").unlink()
     first.model.save_pretrained(state / "lohan_model")
     second = Prepared(tiny_model("mixtral", seed=5).train(), tmp_path / "second")
     second.accelerator.load_state(str(state))
-    assert all(torch.equal(weight, expected[name]) for name, weight in second.weights().items())
+    assert_same_tensors(stored(second.model), expected)
     for prepared in (first, second):
         prepared.close()
+
+
+def test_a_streamed_model_is_loaded_for_its_optimizer(prepared: Callable[..., Prepared], tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+
+    def load(folder: str, **settings: Any) -> Any:
+        offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / folder)}
+        return from_pretrained(tmp_path / "model", offload, torch_device="cpu", **settings).train()
+
+    stock = tiny_model("llama").train()
+    expected = plain_loop(stock, accumulate=1, max_norm=MAX_NORM, make=sgd)
+    ours = prepared(load("told", optimizer=(torch.optim.SGD, {"momentum": 0.9})), make=sgd)
+    assert ours.run(max_norm=MAX_NORM) == expected
+    assert_stored(ours.model, stock)
+    default = load("default")
+    with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW.*pass SGD when"):
+        prepared(default, make=sgd)
+    engine_of(default).close()
+
+
+def test_muon_without_an_optimizer_for_the_rest_is_refused(prepared: Callable[..., Prepared]) -> None:
+    model = tiny_model("llama").train()
+    with pytest.raises(ValueError, match="requires a gradient but is in no param group"):
+        prepared(model, make=lambda model: muon_and_adamw(model)[:1])
+    engine_of(model).close()
 
 
 def test_overwriting_the_steps_of_an_earlier_loop_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

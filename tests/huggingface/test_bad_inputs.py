@@ -29,12 +29,6 @@ def error_of(expected: type[Exception], folder: Path, offload: Any, family: str 
     return message
 
 
-def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
-    message = error_of(hf_lohan.ConfigError, tmp_path, {"cpu_memroy": "4GiB"})
-    assert "cpu_memroy" in message
-    assert "cpu_memory" in message
-
-
 @pytest.mark.parametrize("parent", ["a_file", "/proc"])
 def test_an_unwritable_path_is_refused(parent: str, tmp_path: Path) -> None:
     (tmp_path / "a_file").write_text("in the way")

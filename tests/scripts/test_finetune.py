@@ -12,6 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from covering import slow_but
 from equal_tensors import tensors_in
 from finetune_arguments import checkpoint_to_resume, choose_block_size
 from finetune_llama import LLAMA
@@ -40,11 +41,6 @@ def assert_same_weights(one: Path, other: Path) -> None:
     torch.testing.assert_close(tensors_in(one), tensors_in(other), rtol=1e-6, atol=1e-7)
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 def test_bf16_works_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     words = [word for word in flags(checkpoint("llama"), text_file, tmp_path / "out") if word != "--use_cpu"]
@@ -52,6 +48,7 @@ def test_bf16_works_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_
     assert math.isfinite(results["train_loss"])
 
 
+@pytest.mark.parametrize("family", slow_but(["opt"], FAMILIES))
 def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     stock, offloaded = tmp_path / "stock", tmp_path / "offloaded"
     results = main(FAMILIES[family], flags(checkpoint(family), text_file, stock, "--do_eval"))

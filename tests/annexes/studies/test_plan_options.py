@@ -46,7 +46,7 @@ def test_lifetimes_of_a_plan_in_chunks_say_that_they_are_of_whole_layers(tiny: s
         settings.write_text(f"chunks.layers: {setting}\n")
         options = ("--hardware", DESKTOP, "--offload", settings, "--lifetimes")
         assert (sentence in plan(tiny, *options, **sizes).stdout) is (setting == "16")
-        assert planned(tiny, *options, **sizes)["lifetimes"]["layers"] == "whole"
+    assert planned(tiny, *options, **sizes)["lifetimes"]["layers"] == "whole"
 
 
 def test_lifetimes_of_experts_that_stream_one_by_one(tmp_path: Path) -> None:

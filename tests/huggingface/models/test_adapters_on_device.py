@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from short_runs import short_arguments
+from stored_weights import assert_stored
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
@@ -79,14 +80,6 @@ def losses_and_norms(trainer: Any) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
 
 
-def assert_equal_weights(trainer: Any, stock: Any) -> None:
-    access = engine_of(trainer).parameters
-    for name, parameter in stock.model.named_parameters():
-        found = access.read_parameter(name)
-        assert found.dtype == parameter.dtype, name
-        assert torch.equal(found, parameter), name
-
-
 class Interrupts(TrainerCallback):
     """Raises KeyboardInterrupt after a step."""
 
@@ -118,7 +111,7 @@ def test_training_equals_the_stock_trainer(
     ours = trainer_of(hf_lohan.Trainer, tmp_path / "ours", dtype, **settings)
     ours.train()
     assert losses_and_norms(ours) == losses_and_norms(stock)
-    assert_equal_weights(ours, stock)
+    assert_stored(ours.model, stock.model)
     engine_of(ours).close()
 
 
@@ -135,7 +128,7 @@ def test_adapters_are_saved_reloaded_and_resumed(
     for resume in ("last_step", str(tmp_path / "run" / "checkpoint-2")):
         again = trainer_of(hf_lohan.Trainer, tmp_path / "run", dtype)
         again.train(resume_from_checkpoint=resume)
-        assert_equal_weights(again, stock)
+        assert_stored(again.model, stock.model)
         again.model.save_pretrained(tmp_path / "adapters")
         engine_of(again).close()
         loaded = peft.PeftModel.from_pretrained(tiny_model("llama", num_layers=6).to(dtype), tmp_path / "adapters")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
-from equal_tensors import tensors_in
+from equal_tensors import assert_same_tensors, tensors_in
 from safetensors.torch import load_file
 from stored_weights import assert_stored
 from tiny_experts import FAMILIES, FUSED_IN_FILES, HIDDEN, INNER, NUM_EXPERTS, tiny_experts
@@ -48,11 +48,7 @@ def rows_taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int
 
 
 def assert_same_files(ours: Path, stock: Path) -> None:
-    found, expected = tensors_in(ours), tensors_in(stock)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+    assert_same_tensors(tensors_in(ours), tensors_in(stock))
     others = ({path.name for path in folder.iterdir() if path.suffix != ".safetensors"} for folder in (ours, stock))
     assert next(others) == next(others)
 
@@ -91,8 +87,8 @@ def test_experts_are_loaded_and_saved_as_by_transformers(
     assert_same_files(tmp_path / "ours", tmp_path / "stock")
     shards = [load_file(path) for path in (tmp_path / "ours").glob("*.safetensors")]
     assert all(len(shard) == 1 or sum(t.nbytes for t in shard.values()) <= 300_000 for shard in shards)
-    for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "ours").named_parameters():
-        assert torch.equal(weight, stock.get_parameter(name)), name
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_same_tensors(dict(saved.named_parameters()), dict(stock.named_parameters()))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_weights import assert_stored
 from tiny_experts import FLOAT32_ROUTERS, tiny_experts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -89,10 +90,7 @@ def test_routers_train_as_in_memory_to_the_bit(
     assert engine is not None
     assert {name for name, dtype in stored_dtypes(engine).items() if dtype == torch.float32} == kept
     assert train_offloaded(model) == expected
-    for name, parameter in reference.named_parameters():
-        found = engine.parameters.read_parameter(name)
-        assert found.dtype == parameter.dtype, name
-        assert torch.equal(found, parameter), name
+    assert_stored(model, reference)
 
     model.save_pretrained(tmp_path / "saved")
     for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters():

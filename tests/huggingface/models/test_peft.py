@@ -17,6 +17,7 @@ from covering import slow_but
 from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
 from short_runs import short_arguments
+from stored_weights import assert_stored
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
@@ -115,8 +116,7 @@ def test_one_of_two_micro_batches_may_train_nothing(without: int, tmp_path: Path
         for each in (in_memory, optimizer):
             each.step()
             each.zero_grad()
-    for name, parameter in stock.named_parameters():
-        assert torch.equal(engine.parameters.read_parameter(name), parameter), name
+    assert_stored(ours, stock)
     engine.close()
 
 
@@ -168,8 +168,7 @@ def test_adapters_of_every_kind_are_loaded_as_with_the_stock_trainer(resumes: bo
     stock = trained_with(kind, tmp_path / "stock", resumes=resumes)
     ours = trained_with(kind, tmp_path / "ours", resumes=resumes, offload=offload)
     assert [row.get("loss") for row in ours.state.log_history] == [row.get("loss") for row in stock.state.log_history]
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(ours.model.get_parameter(name).clone(), parameter), name
+    assert_stored(ours.model, stock.model)
     for name, buffer in stock.model.named_buffers():
         assert torch.equal(ours.model.get_buffer(name), buffer), name
     engine_of(ours).close()
@@ -204,8 +203,7 @@ def test_a_mixture_of_saved_adapters_trains_as_with_the_stock_trainer(trains_ada
     stock = trained(StockTrainer)
     ours = trained(hf_lohan.Trainer, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"})
     assert [row.get("loss") for row in ours.state.log_history] == [row.get("loss") for row in stock.state.log_history]
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(ours.model.get_parameter(name).clone(), parameter), name
+    assert_stored(ours.model, stock.model)
     engine_of(ours).close()
 
 
@@ -272,8 +270,7 @@ def test_adapters_without_a_peft_model_train_save_and_resume(
     engine_of(first).close()
     again = hf_lohan.Trainer(with_adapters(kind), arguments(tmp_path / "ours"), train_dataset=rows(), offload=offload)
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(again.model.get_parameter(name).clone(), parameter), name
+    assert_stored(again.model, stock.model)
     engine_of(again).close()
 
 

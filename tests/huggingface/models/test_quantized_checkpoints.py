@@ -191,14 +191,6 @@ def test_compressed_tensors_are_dequantized(
         assert torch.equal(found[name], product), name
 
 
-def test_a_quantized_checkpoint_generates(open_engines: list[Any], tmp_path: Path) -> None:
-    path, prompt = KINDS["llama-fp8"][0](tmp_path / "quantized"), torch.tensor([[7, 8, 9]])
-    model = hf_lohan.load_for_generation(path, {"ssd": str(tmp_path / "store")}, max_length=8, torch_device="cpu")
-    open_engines.append(engine_of(model))
-    expected = dequantized(path, "llama-fp8").eval().generate(prompt, max_new_tokens=5, do_sample=False)
-    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
-
-
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_quantization_config_may_ask_for_dequantization(dequantize: bool, load_streamed: Load, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")

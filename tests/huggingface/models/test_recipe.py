@@ -142,7 +142,7 @@ def test_a_failed_load_releases_the_store(load_streamed: Load, tmp_path: Path) -
     tiny_model("llama").save_pretrained(path)
     whole = (path / "model.safetensors").read_bytes()
     save_file({"another": torch.ones(4)}, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="has no weight of LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="has no weight of LlamaForCausalLM, only others such as another"):
         load_streamed(path)
     (path / "model.safetensors").write_bytes(whole)
     with pytest.raises(BudgetError):
@@ -202,11 +202,10 @@ def test_a_vision_language_model_trains_on_text_and_keeps_all_tensors(tmp_path: 
         losses[name] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     before = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert losses["streamed"] == losses["in memory"]
-    assert saved["streamed"].keys() == saved["in memory"].keys() == before.keys()
+    assert saved["streamed"].keys() == before.keys()
     changed = {name for name, weight in before.items() if not torch.equal(weight, saved["streamed"][name])}
     assert changed and not any("visual" in name for name in changed)
-    for name, weight in saved["in memory"].items():
-        assert torch.equal(saved["streamed"][name], weight), name
+    assert_same_tensors(saved["streamed"], saved["in memory"])
 
 
 def test_tensors_without_a_weight_are_named(
@@ -277,17 +276,6 @@ def test_the_former_name_of_dtype_is_taken(tmp_path: Path) -> None:
     engine_of(model).close()
     with pytest.raises(ValueError, match="torch_dtype='bfloat16' are both given and differ"):
         hf_lohan.from_pretrained(path, offload={"ssd": str(tmp_path / "b")}, dtype="float32", torch_dtype="bfloat16")
-
-
-def test_a_checkpoint_without_a_weight_of_the_model_is_refused(tmp_path: Path) -> None:
-    path = checkpoint_of("gpt2", tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match="has no weight of LlamaForCausalLM, only others such as"):
-        hf_lohan.from_pretrained(
-            path,
-            config=tiny_config("llama"),
-            model_class=transformers.LlamaForCausalLM,
-            offload={"ssd": str(tmp_path / "store")},
-        )
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {

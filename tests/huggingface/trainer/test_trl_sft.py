@@ -84,20 +84,6 @@ def test_joint_micro_batches_learn_as_in_memory(peft_config: Any, checkpoint: Pa
     trl_runs.assert_same(ours, stock)
 
 
-def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
-    class OffloadSFTTrainer(hf_lohan.OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    stock = trl_runs.run("SFT", arguments("SFT", tmp_path / "stock"), model=str(checkpoint), train_dataset=texts())
-    args = arguments("SFT", tmp_path / "ours")
-    # Arguments by position, in TRL's order. The collator is the third.
-    trainer = OffloadSFTTrainer(str(checkpoint), args, None, texts(), offload=trl_runs.BUDGETS)
-    trainer.train()
-    weights = trl_runs.weights_of(trainer.model)
-    trainer.offload_engine.close()
-    assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
-
-
 def image_processor(tokenizer: Any) -> Any:
     """Return LLaVA's processor for images of 16 x 16, with a one-line chat template."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad>"})
