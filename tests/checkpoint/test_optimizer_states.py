@@ -40,7 +40,7 @@ def test_a_round_trip_into_an_engine_with_other_budgets(
     options: dict[str, Any] = {"layerdrop": 0.5} if family == "opt" else {}  # makes the step counts differ
     stored = {"dtype": dtype, "optimizer_state_dtype": state_dtype}
     first = offload(tiny_model(family, **options), **stored, cpu_memory="3MiB", gpu_memory="1MiB")
-    train(first, range(3))
+    train(first, range(2))
     checkpoint = tmp_path / "checkpoint"
     first.model.save_pretrained(checkpoint)  # type: ignore[operator]
     save_optimizer_states(first, checkpoint)
@@ -53,7 +53,7 @@ def test_a_round_trip_into_an_engine_with_other_budgets(
     assert_same(second, first)
     for engine in (first, second):
         # No clipping: the norm is summed over other chunks, so its last digit may differ.
-        train(engine, range(3, 6), max_norm=1e6)
+        train(engine, range(2, 4), max_norm=1e6)
     # Mixtral's int8 moments are rounded in groups that depend on the cuts of its records.
     if family == "opt" or state_dtype == "float32":
         assert_same(second, first)

@@ -201,7 +201,7 @@ class CountedTrainer(Trainer):
 
 def test_a_step_of_layers_in_chunks_is_within_device_memory(tmp_path: Path) -> None:
     """If the CPU is the device, the memory of the process does not show the device's part."""
-    length, device_memory = 2048, 32 << 20
+    length, device_memory = 1024, 24 << 20
     model = tiny_model("llama", num_layers=4, intermediate_size=2048, max_position_embeddings=length)
     ids = torch.randint(5, 256, (1, length), generator=torch.Generator().manual_seed(1)).tolist()
     trainer = CountedTrainer(

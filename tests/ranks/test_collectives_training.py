@@ -29,7 +29,7 @@ from hf_lohan.testing.models import tiny_model
 
 NODES = [(2, 1), (4, 2), (3, 1)]
 """The number of ranks, and the number of ranks per node."""
-GROUPS = [pytest.param(4, 1, 2, marks=pytest.mark.slow), (6, 1, 3), (8, 2, 4)]
+GROUPS = [(4, 1, 2), (6, 1, 3), (8, 2, 4)]
 """These numbers, and the number of ranks of a group."""
 GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 

@@ -39,6 +39,7 @@ from hf_lohan.ranks import (
     RanksDisagreeError,
     RankTimeoutError,
 )
+from hf_lohan.ranks.transport import watch
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
@@ -70,7 +71,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # The exchange.
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))])
 def test_devices_add_in_rank_order_in_any_order_of_arrival(seed: int) -> None:
     draw = random.Random(seed)
     num_ranks = draw.choice([2, 3, 4])
@@ -152,8 +153,9 @@ def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
 ONE_SUM = Backwards(2, 2, seed=5, num_chunks=1, num_steps=1, share_without=0.0)
 
 
-def test_a_sum_ends_if_a_rank_closes() -> None:
+def test_a_sum_ends_if_a_rank_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank leaves later."""
+    monkeypatch.setattr(watch, "_CYCLE_S", 1.0)
 
     def run(links: Links) -> None:
         rank = RankOfExchange(links, ONE_SUM, on_device=True)

@@ -30,6 +30,7 @@ from hf_lohan.engine.ranks import open_device_transport
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RankTimeoutError
+from hf_lohan.ranks.transport import watch
 from hf_lohan.ranks.transport.lanes import LaneClosedError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
@@ -69,9 +70,12 @@ def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("is_in_exchange", [False, True])
-def test_a_rank_that_closes_ends_the_exchange_of_another(is_in_exchange: bool, over_gloo: None) -> None:
+def test_a_rank_that_closes_ends_the_exchange_of_another(
+    is_in_exchange: bool, over_gloo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that has loaded all it needs closes, while another loads ahead. A group of GPUs does not tell that another
     member has aborted it. The rank leaves later."""
+    monkeypatch.setattr(watch, "_CYCLE_S", 1.0)
 
     def run(links: Links) -> None:
         lane = DeviceLane.open(links, CpuDevice(), "weights")

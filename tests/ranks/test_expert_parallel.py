@@ -15,7 +15,6 @@ from covering import slow_but
 from divided_experts import (
     CHOICES,
     FAMILIES,
-    LR,
     NUM_STEPS,
     SETTINGS,
     Chosen,
@@ -34,12 +33,12 @@ from equal_tensors import assert_same_tensors
 from expert_models import expert_model
 from torch import nn
 from trained_nodes import part_numel, quiet_bytes
+from training_ranks import take_steps
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.costs import owned_experts
 from hf_lohan.model import find_experts
 from hf_lohan.model.experts import experts_as_stored
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
 from hf_lohan.testing.models import tiny_model
@@ -232,11 +231,7 @@ def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_
         rank, before = links.ranks.rank, dict.fromkeys(links.sent_bytes, 0)
         with opened(links, tmp_path, partial(expert_model, "mixtral")) as engine:
             before |= links.sent_bytes
-            optimizer = OffloadAdamW(engine.model.parameters(), lr=LR, engine=engine)
-            for step in range(NUM_STEPS):
-                engine.model(**batch(step, rank)).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(engine, lambda step, _: engine.model(**batch(step, rank)).loss, NUM_STEPS)
             sent = quiet_bytes(engine, links, before)
             shared = [block for block in engine.layout.blocks if block.owner is None]
             assert 0 < len(shared) < len(engine.layout.blocks)

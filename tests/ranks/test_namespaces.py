@@ -16,12 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from divided_experts import opened
-from engines import open_engine, resolved
 from network_boxes import NetworkBox, NoBoxesError, network_boxes
 from rank_processes import CONTEXT, HANGS_AFTER_S
+from training_ranks import rank_engine, take_steps
 
-from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, Ranks, connect
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -51,30 +49,19 @@ def mixture_of_sixteen() -> Any:
 
 
 def train_a_dense_step(links: Links, folder: str) -> None:
-    model = model_of_four_million()
-    config = resolved(folder, **BUDGETS, activations="recompute")
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-    engine = open_engine(model, layout, config, links=links)
-    try:
-        optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
-        model(**tiny_batch(seed=links.ranks.rank)).loss.backward()
-        engine.clip_grad_norm(0.5)
-        optimizer.step()
+    with rank_engine(links, Path(folder), model_of_four_million, **BUDGETS) as engine:
+        take_steps(engine, lambda *_: engine.model(**tiny_batch(seed=links.ranks.rank)).loss, 1, max_norm=0.5)
         engine.wait_for_updates()
-    finally:
-        engine.close()
+        num_bytes = sum(block.param_bytes for block in engine.layout.blocks)
     # A rank sends half of the weights in forward, half again in backward, and half of the gradients.
-    num_bytes = sum(block.param_bytes for block in layout.blocks)
     assert links.sent_bytes["weights"] + links.sent_bytes["gradients"] > num_bytes
 
 
 def train_a_mixture(links: Links, folder: str) -> None:
     """Rows go to the experts of both ranks, in forward and in backward."""
     with opened(links, Path(folder), mixture_of_sixteen, cpu_memory="64MiB", gpu_memory="32MiB") as engine:
-        optimizer = OffloadAdamW(engine.model.parameters(), lr=1e-3, engine=engine)
         batch = tiny_batch(batch_size=4, sequence_length=512, seed=links.ranks.rank)
-        engine.model(**batch).loss.backward()
-        optimizer.step()
+        take_steps(engine, lambda *_: engine.model(**batch).loss, 1)
         engine.wait_for_updates()
     assert links.sent_bytes["tokens"] > 0.8 * sum(links.sent_bytes.values())
 
