@@ -70,13 +70,13 @@ class RunRecord:
     killed run has a summary.
     """
 
-    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None]) -> None:
+    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None]) -> None:
         self.engine = engine
         self._plan = plan
         self._say = say
         self._peak = AnonymousMemoryPeak()
         self.lines = StepLines(engine, plan)
-        self._folder = Path()
+        self._folder = folder
         self._num_planned_steps: int | None = None
         self._step_s: list[float] = []
         self._step_tokens: list[int] = []
@@ -100,11 +100,11 @@ class RunRecord:
 
     # During the run.
 
-    def begin_run(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
+    def begin_run(self, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
         """Begin training after `step`. The last step is `num_steps`. None means that the last step is not known."""
-        self._folder, self._num_planned_steps = folder, num_steps
+        folder, self._num_planned_steps = self._folder / FOLDER, num_steps
         self._is_announced = False
-        _refuse_folders(folder / FOLDER)
+        _refuse_folders(folder)
         self._cpu_load = os.getloadavg()[0]
         self._swapped_out_bytes = _swapped_out_bytes()
         self._peak.start()
@@ -117,7 +117,7 @@ class RunRecord:
                 ssd[PATHS_OF_RANKS] = paths
         self._write(SETTINGS_NAME, settings)
         self._write_summary(is_finished=False)
-        self.lines.begin_run(folder / FOLDER, step)
+        self.lines.begin_run(folder, step)
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
@@ -332,8 +332,7 @@ class LoopRecord:
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None]) -> None:
         self.engine = engine
-        self._record = RunRecord(engine, plan, say)
-        self._folder = folder
+        self._record = RunRecord(engine, plan, folder, say)
         self._num_steps = 0
         self._has_begun = self._has_ended = self._is_in_step = False
         engine.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -350,7 +349,7 @@ class LoopRecord:
             return
         if not self._has_begun:
             self._has_begun = True
-            self._record.begin_run(self._folder, step=self._num_steps, num_steps=None)
+            self._record.begin_run(step=self._num_steps, num_steps=None)
         if not self._is_in_step:
             self._is_in_step = True
             self._record.begin_step()

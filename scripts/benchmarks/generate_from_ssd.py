@@ -226,7 +226,7 @@ def generating(
             held.enter_context(patch.object(hf_lohan.weights.block_loader, "LoadSchedule", schedule))
             held.enter_context(patch.object(hf_lohan.experts.expert_loader, "ExpertSchedule", SureLoads))
         if task.num_experts:
-            held.enter_context(patch.object(hf_lohan.huggingface.attachment, "compute_expert", paced_expert(device)))
+            held.enter_context(patch.object(hf_lohan.huggingface.attachment, "one_expert", paced_expert(device)))
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
         engine = attach(model, layout, tiers, config)

@@ -173,7 +173,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
             divided = OldRun.of(store, [], copied, records_by_rank(form, num_ranks)), old_shards
     run, old_shards = next(filter(None, gather_objects("how the new stores are divided", divided, links)))
     check_records(old_shards, records, [seen.directories[0] for seen in seen_stores])
-    old = replace(run, stores=stores)
+    old: OldRun = replace(run, stores=stores)
     old.refuse_deferred_steps(first.directories[0])
     return old
 

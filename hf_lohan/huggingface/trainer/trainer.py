@@ -154,13 +154,11 @@ TRACKERS = (
 
 
 class RecordedRun(TrainerCallback):
-    def __init__(self, record: RunRecord, folder: Path) -> None:
+    def __init__(self, record: RunRecord) -> None:
         self.record = record
-        self._folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.begin_run(
-            self._folder,
             step=state.global_step,
             num_steps=state.max_steps,
             num_micro_batches=args.gradient_accumulation_steps,
@@ -367,7 +365,7 @@ class OffloadTrainerMixin(
                 self.remove_callback(self._recorded_run)
             write_line = tqdm.write if args.should_log else logger.info
             folder = record_folder(Path(args.output_dir), engine.links.ranks)
-            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), write_line), folder)
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), folder, write_line))
             self.add_callback(self._recorded_run)
         return engine
 
