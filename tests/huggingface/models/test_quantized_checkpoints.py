@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-import hf_lohan
 from hf_lohan import engine_of
 from hf_lohan.huggingface.models import recipe, weight_sink
 from hf_lohan.huggingface.models.checkpoint_form import read_form
