@@ -185,8 +185,8 @@ def test_a_run_killed_between_a_checkpoint_and_its_commit_loses_nothing(save_ste
     settings = {"rows": dataset(12), "eval_strategy": "epoch", "eval_on_start": True, "logging_strategy": "steps"}
     saving = {"save_strategy": "steps", "save_steps": save_steps}
     whole = make_trainer(tmp_path / "whole", **settings, **saving)
-    broken = make_trainer(tmp_path / "run", EndsAtSave(), **settings, **saving)
     whole.train()
+    broken = make_trainer(tmp_path / "run", EndsAtSave(), **settings, **saving)
     interrupt(broken)
     again = make_trainer(tmp_path / "run", **settings, **saving)
     again.train(resume_from_checkpoint=True)

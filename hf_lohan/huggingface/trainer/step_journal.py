@@ -169,7 +169,8 @@ class StepJournal(TrainerCallback):
         self._set_position(self._epoch + is_over, 0 if is_over else num_steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._set_position(self._epoch + 1, 0)
+        if not control.should_training_stop:  # else training may go on within this epoch
+            self._set_position(self._epoch + 1, 0)
 
     def _set_position(self, epoch: int, num_steps: int) -> None:
         rows = self._trainer.get_total_train_batch_size(self._trainer.args)
