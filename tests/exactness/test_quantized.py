@@ -307,7 +307,7 @@ def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
     assert_equal(trained(offloaded(tmp_path / "run", base, "nf4", lora()), tmp_path / "again", "last_step"), whole)
     with pytest.raises(ForeignStoreError, match="holds a store with quantize: nf4, this run has none"):
         offloaded(tmp_path / "run", base, "none", lora())
-    tiny_model("llama", seed=1, hidden_size=64).save_pretrained(tmp_path / "other")
+    tiny_model("llama", seed=1, hidden_size=64).bfloat16().save_pretrained(tmp_path / "other")
     with pytest.raises(ForeignStoreError, match="holds the steps of a run over another base"):
         offloaded(tmp_path / "run", tmp_path / "other", "nf4", lora())
 
