@@ -69,7 +69,7 @@ def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], 
     assert_same(train_to_end(make_trainer(tmp_path / "run", offload={"_clip": clip}), "last_step"), expected)
 
 
-def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **offload: Any) -> OffloadEngine:
+def an_engine(folder: Path, *, hold_gradients: bool = False, frozen: bool = False, **offload: Any) -> OffloadEngine:
     model = tiny_model("llama", num_layers=6).train()
     if frozen:
         for name, parameter in model.named_parameters():
@@ -79,13 +79,12 @@ def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **off
     return offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=hold_gradients)
 
 
-def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num_backwards: int) -> None:
+def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int) -> None:
     """Train some steps. Then wait until as many of the next blocks are prefetched as fit."""
     model: Any = engine.model
     for step in range(num_steps):
-        for number in range(num_backwards):
-            engine.announce_backward(is_final=number == num_backwards - 1)
-            model(**tiny_batch(seed=10 * step + number)).loss.backward()
+        engine.announce_backward(is_final=True)
+        model(**tiny_batch(seed=10 * step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     engine.wait_for_updates()
@@ -104,9 +103,8 @@ def optimizer_of(engine: OffloadEngine) -> OffloadAdamW:
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("schedule", ["naive", "optimized"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "norms-only"])
-@pytest.mark.parametrize("num_backwards", [1, 3])
 def test_a_step_reads_the_planned_bytes(
-    num_backwards: int, frozen: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates may hand weights over to slots, so the optimized schedule may read less."""
     read: Counter[tuple[str, str]] = Counter()
@@ -116,21 +114,18 @@ def test_a_step_reads_the_planned_bytes(
         read[block, kind] += out.nbytes
         return real_read(store, block, kind, start_numel, out, is_urgent=is_urgent)
 
-    engine = an_engine(
-        tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, _resident_records="none", _schedule=schedule
-    )
+    engine = an_engine(tmp_path, frozen=frozen, _resident_records="none", _schedule=schedule)
     monkeypatch.setattr(Store, "read", counted)
     optimizer = optimizer_of(engine)
-    steps(engine, optimizer, 2, num_backwards=num_backwards)
+    steps(engine, optimizer, 2)
     read.clear()
-    steps(engine, optimizer, 3, num_backwards=num_backwards)
+    steps(engine, optimizer, 3)
     layout = engine.layout
     expected = step_traffic(
         [block.shape() for block in layout.blocks],
         param_itemsize=4,
         state_itemsizes={"exp_avg": 4, "exp_avg_sq": 4},
         num_slots=layout.plan.num_slots,
-        num_micro_batches=num_backwards,
     )
     most = {(r.block, r.kind): 3 * r.read_bytes_per_step for r in expected if r.read_bytes_per_step}
     if schedule == "naive":
@@ -157,9 +152,9 @@ def test_copies_save_exactly_the_reads_of_their_records(
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, _schedule="naive")
             engine.planned_memory.allocate_copies()
         optimizer = optimizer_of(engine)
-        steps(engine, optimizer, 2, num_backwards=1)
+        steps(engine, optimizer, 2)
         before = engine.tiers.io.read_bytes, engine.tiers.io.write_bytes
-        steps(engine, optimizer, 3, num_backwards=1)
+        steps(engine, optimizer, 3)
         read_bytes[mode] = engine.tiers.io.read_bytes - before[0], engine.tiers.io.write_bytes - before[1]
         resident = engine.layout.resident_records
         engine.close()
@@ -173,9 +168,9 @@ def test_nothing_is_read_if_all_records_fit(tmp_path: Path) -> None:
     assert len(engine.layout.resident_records) == len(engine.layout.records)
     assert engine.layout.cpu_bytes <= 64 << 20
     optimizer = optimizer_of(engine)
-    steps(engine, optimizer, 2, num_backwards=1)
+    steps(engine, optimizer, 2)
     before = engine.tiers.io.read_bytes
-    steps(engine, optimizer, 3, num_backwards=1)
+    steps(engine, optimizer, 3)
     assert engine.tiers.io.read_bytes == before
     engine.close()
 
