@@ -31,10 +31,11 @@ from network_boxes import NetworkBox, network_boxes
 from rich.console import Console
 from torch import Tensor, nn
 
+from hf_lohan.compat.transformers_private import one_expert
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.huggingface.offloaded_model import compute_expert, stream_experts
+from hf_lohan.huggingface.offloaded_model import stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks, connect
@@ -116,7 +117,7 @@ def our_step(
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=ranks)
     tiers = open_tiers(layout, config, CpuDevice(), links)
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
-    engine = OffloadEngine(model, layout, tiers, config, compute_expert=compute_expert)
+    engine = OffloadEngine(model, layout, tiers, config, compute_expert=one_expert)
     stream_experts(engine.experts)
     optimizer = OffloadAdamW(model.parameters(), lr=LEARNING_RATE, engine=engine)
 
