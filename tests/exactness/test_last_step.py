@@ -169,6 +169,23 @@ def test_true_resumes_from_the_last_step_or_a_checkpoint(tmp_path: Path, uninter
     assert elsewhere._resume_point.commit is None
     assert elsewhere.state.global_step == 9
     elsewhere.offload_engine.close()
+    back = make_trainer(tmp_path / "run", **settings)
+    back.args.max_steps = 9
+    back.train(resume_from_checkpoint=True)  # the last step of this store is older than the checkpoint
+    assert back._resume_point.commit is None
+    back.offload_engine.close()
+
+
+class StopsWithinStep(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 3
+
+
+def test_the_last_step_is_committed_if_a_callback_ends_the_next(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", StopsWithinStep(), offload={"commit_every": 100})
+    trainer.train()
+    trainer.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path / "run") == 3
 
 
 class EndsAtSave(TrainerCallback):
