@@ -34,7 +34,7 @@ LAST_STEP = "last_step"
 CHECKPOINT_FACTS_NAME = "run.json"
 """Name of the file with the facts of the run, in the folder `lohan` of a checkpoint."""
 LAST_COMMIT = "last_commit"
-"""Name of the key of the store's last commit before a checkpoint, in these facts."""
+"""Name of the id of the last commit before a checkpoint, in these facts."""
 _TRAINER_STATE_NAME = "trainer_state.json"
 
 
@@ -102,6 +102,11 @@ def facts_of_checkpoint(folder: str | Path) -> dict[str, Any]:
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     assert isinstance(facts, dict)
     return facts
+
+
+def id_of(commit: Commit | None) -> str | None:
+    """Return an id that is the same on all ranks, and that no other commit has."""
+    return None if commit is None else f"{commit.group_id or commit.store_id}-{commit.number}"
 
 
 def _step_in_name(checkpoint: str) -> int:
@@ -236,7 +241,7 @@ def _continues_from(
     checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if checkpoint is None or int(commit.facts["global_step"]) >= _step_in_name(checkpoint):
         return True
-    return facts_of_checkpoint(checkpoint).get(LAST_COMMIT) == [*commit.key]
+    return facts_of_checkpoint(checkpoint).get(LAST_COMMIT) == id_of(commit)
 
 
 def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:

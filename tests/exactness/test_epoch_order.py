@@ -91,3 +91,11 @@ def test_an_iterable_dataset_goes_on_at_its_row_if_max_steps_grows(tmp_path: Pat
     expected = run("whole", 3)
     run("run", 2)
     assert_same_tensors(run("run", 3, "last_step")[1], expected[1])
+
+
+def test_a_checkpoint_within_a_step_repeats_the_first_micro_batch_of_the_step(tmp_path: Path) -> None:
+    """The fifth batch ends an epoch without a known length, and a checkpoint is saved. Its gradients are not in it."""
+    settings = {"rows": dataset(10).to_iterable_dataset(), "max_steps": 4, "save_strategy": "epoch", "logging_steps": 1}
+    expected = train_to_end(make_trainer(tmp_path, family="llama", **settings))
+    again = make_trainer(tmp_path, family="llama", **settings)
+    assert_same(train_to_end(again, str(tmp_path / "checkpoint-2")), expected)

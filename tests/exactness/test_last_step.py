@@ -24,6 +24,7 @@ from trajectories import arguments, dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_lohan
+from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_model
 
 
@@ -169,11 +170,22 @@ def test_true_resumes_from_the_last_step_or_a_checkpoint(tmp_path: Path, uninter
     assert elsewhere._resume_point.commit is None
     assert elsewhere.state.global_step == 9
     elsewhere.offload_engine.close()
-    back = make_trainer(tmp_path / "run", **settings)
-    back.args.max_steps = 9
-    back.train(resume_from_checkpoint=True)  # the last step of this store is older than the checkpoint
-    assert back._resume_point.commit is None
-    back.offload_engine.close()
+
+
+def test_true_resumes_from_a_newer_checkpoint_of_another_store(tmp_path: Path) -> None:
+    """The run goes on with a second store, and then with the first. The last commit of the first store has the number
+    of the commit before the last checkpoint of the second store."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+    interrupt(make_trainer(tmp_path / "run", InterruptAfter(2), **settings))
+    numbers = [last_commit([str(tmp_path / "run/_lohan/store")]).number]
+    second = make_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "second")})
+    train_to_end(second, True)
+    numbers.append(last_commit([str(tmp_path / "second")]).number - 1)
+    assert numbers[0] == numbers[1]
+    first = make_trainer(tmp_path / "run", **settings)
+    first.train(resume_from_checkpoint=True)
+    assert first._resume_point.commit is None
+    first.offload_engine.close()
 
 
 class StopsWithinStep(TrainerCallback):

@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
-from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, LAST_COMMIT, ResumePoint, facts_of_checkpoint
+from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, LAST_COMMIT, ResumePoint, facts_of_checkpoint, id_of
 from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
 from hf_lohan.files import StorageError
@@ -171,7 +171,8 @@ class StepJournal(TrainerCallback):
         self._set_position(self._epoch + is_over, 0 if is_over else num_steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not control.should_training_stop:  # else training may go on within this epoch
+        # Otherwise training may go on within this epoch, or the epoch has ended within a step.
+        if self._trainer.accelerator.sync_gradients and not control.should_training_stop:
             self._set_position(self._epoch + 1, 0)
 
     def _set_position(self, epoch: int, num_steps: int) -> None:
@@ -196,8 +197,7 @@ class StepJournal(TrainerCallback):
     def add_to_checkpoint(self, folder: str) -> None:
         """Write the facts of the run, and the random state from the beginning of the epoch, to a checkpoint."""
         self.epoch.write(os.path.join(folder, FOLDER_NAME))
-        last = self._engine.tiers.store.committed
-        facts = {_POSITION: self._position, LAST_COMMIT: None if last is None else last.key}
+        facts = {_POSITION: self._position, LAST_COMMIT: id_of(self._engine.tiers.store.committed)}
         Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
             json.dumps({**self._engine.commits.run_facts(), **facts}), encoding="utf-8"
         )
