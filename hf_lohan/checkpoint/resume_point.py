@@ -33,6 +33,8 @@ from hf_lohan.store.rank_folders import rank_folder, shared_directory, stores_un
 LAST_STEP = "last_step"
 CHECKPOINT_FACTS_NAME = "run.json"
 """Name of the file with the facts of the run, in the folder `lohan` of a checkpoint."""
+LAST_COMMIT = "last_commit"
+"""Name of the id of the last commit before a checkpoint, in these facts."""
 _TRAINER_STATE_NAME = "trainer_state.json"
 
 
@@ -56,8 +58,8 @@ class ResumePoint:
         links: Links | None = None,
     ) -> ResumePoint:
         """Choose the state for ``asked``, the argument `resume_from_checkpoint`. "last_step" is the last committed
-        step. True is the last step, or the last checkpoint if it is newer and of another run. transformers handles
-        other values.
+        step. True is the last step, or the last checkpoint if it is newer (see `_continues_from`). transformers
+        handles other values.
 
         `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
         the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
@@ -100,6 +102,11 @@ def facts_of_checkpoint(folder: str | Path) -> dict[str, Any]:
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     assert isinstance(facts, dict)
     return facts
+
+
+def id_of(commit: Commit | None) -> str | None:
+    """Return an id that is the same on all ranks, and that no other commit has."""
+    return None if commit is None else f"{commit.group_id or commit.store_id}-{commit.number}"
 
 
 def _step_in_name(checkpoint: str) -> int:
@@ -227,14 +234,14 @@ def _continues_from(
     """Return whether the run in ``output_dir`` continues from ``commit`` and not from its last checkpoint.
 
     A run that is killed between a checkpoint and the commit of its step continues from the commit before, because a
-    checkpoint lacks the sums since the last log and what follows the last step of an epoch, such as an evaluation."""
+    checkpoint lacks the sums since the last log and what follows the last step of an epoch, such as an evaluation. A
+    checkpoint that does not follow this commit is preferred if it is newer: the run may have used another store."""
     if commit is None or not is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
         return False
     checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if checkpoint is None or int(commit.facts["global_step"]) >= _step_in_name(checkpoint):
         return True
-    run_id = commit.facts.get(RUN_ID)
-    return run_id is not None and facts_of_checkpoint(checkpoint).get(RUN_ID) == run_id
+    return facts_of_checkpoint(checkpoint).get(LAST_COMMIT) == id_of(commit)
 
 
 def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:

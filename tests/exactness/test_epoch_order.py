@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_tensors import assert_same_tensors
 from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import dataset
 from transformers import TrainerCallback
@@ -75,5 +76,26 @@ def test_epochs_of_unequal_length_resume_at_their_place(kind: str, accumulated: 
     expected = train_to_end(run("whole"))
     for step in (2, 5):
         interrupt(run("run", InterruptAfter(step)), "last_step" if step > 2 else None)
-    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-4")):
+    number = 4 if kind == "iterable" else 2
+    for resume in ("last_step", str(tmp_path / "run" / f"checkpoint-{number}")):
         assert_same(train_to_end(run("run"), resume), expected)
+
+
+def test_an_iterable_dataset_goes_on_at_its_row_if_max_steps_grows(tmp_path: Path) -> None:
+    """The end of the first run is no end of its epoch."""
+    settings = {"rows": dataset(12).to_iterable_dataset(), "lr_scheduler_type": "constant", "logging_steps": 1}
+
+    def run(folder: str, max_steps: int, resume: str | None = None) -> Any:
+        return train_to_end(make_trainer(tmp_path / folder, max_steps=max_steps, family="llama", **settings), resume)
+
+    expected = run("whole", 3)
+    run("run", 2)
+    assert_same_tensors(run("run", 3, "last_step")[1], expected[1])
+
+
+def test_a_checkpoint_within_a_step_repeats_the_first_micro_batch_of_the_step(tmp_path: Path) -> None:
+    """The fifth batch ends an epoch without a known length, and a checkpoint is saved. Its gradients are not in it."""
+    settings = {"rows": dataset(10).to_iterable_dataset(), "max_steps": 4, "save_strategy": "epoch", "logging_steps": 1}
+    expected = train_to_end(make_trainer(tmp_path, family="llama", **settings))
+    again = make_trainer(tmp_path, family="llama", **settings)
+    assert_same(train_to_end(again, str(tmp_path / "checkpoint-2")), expected)

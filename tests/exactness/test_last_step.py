@@ -24,6 +24,7 @@ from trajectories import arguments, dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_lohan
+from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_model
 
 
@@ -169,6 +170,34 @@ def test_true_resumes_from_the_last_step_or_a_checkpoint(tmp_path: Path, uninter
     assert elsewhere._resume_point.commit is None
     assert elsewhere.state.global_step == 9
     elsewhere.offload_engine.close()
+
+
+def test_true_resumes_from_a_newer_checkpoint_of_another_store(tmp_path: Path) -> None:
+    """The run goes on with a second store, and then with the first. The last commit of the first store has the number
+    of the commit before the last checkpoint of the second store."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+    interrupt(make_trainer(tmp_path / "run", InterruptAfter(2), **settings))
+    numbers = [last_commit([str(tmp_path / "run/_lohan/store")]).number]
+    second = make_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "second")})
+    train_to_end(second, True)
+    numbers.append(last_commit([str(tmp_path / "second")]).number - 1)
+    assert numbers[0] == numbers[1]
+    first = make_trainer(tmp_path / "run", **settings)
+    first.train(resume_from_checkpoint=True)
+    assert first._resume_point.commit is None
+    first.offload_engine.close()
+
+
+class StopsWithinStep(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 3
+
+
+def test_the_last_step_is_committed_if_a_callback_ends_the_next(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", StopsWithinStep(), offload={"commit_every": 100})
+    trainer.train()
+    trainer.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path / "run") == 3
 
 
 class EndsAtSave(TrainerCallback):

@@ -12,7 +12,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import safe_globals
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
-from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, ResumePoint, facts_of_checkpoint
+from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, LAST_COMMIT, ResumePoint, facts_of_checkpoint, id_of
 from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
 from hf_lohan.files import StorageError
@@ -165,11 +165,14 @@ class StepJournal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         num_steps = round((state.epoch - self._epoch) * self._num_batches) // args.gradient_accumulation_steps
-        is_over = state.epoch >= self._epoch + 1
+        # Without a length, the last step of training counts as the end of the epoch, although rows may be left.
+        is_over = state.epoch >= self._epoch + 1 and has_length(kwargs["train_dataloader"])
+        is_over |= control.should_epoch_stop and not control.should_training_stop
         self._set_position(self._epoch + is_over, 0 if is_over else num_steps)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not control.should_training_stop:  # else training may go on within this epoch
+        # Otherwise training may go on within this epoch, or the epoch has ended within a step.
+        if self._trainer.accelerator.sync_gradients and not control.should_training_stop:
             self._set_position(self._epoch + 1, 0)
 
     def _set_position(self, epoch: int, num_steps: int) -> None:
@@ -194,8 +197,9 @@ class StepJournal(TrainerCallback):
     def add_to_checkpoint(self, folder: str) -> None:
         """Write the facts of the run, and the random state from the beginning of the epoch, to a checkpoint."""
         self.epoch.write(os.path.join(folder, FOLDER_NAME))
+        facts = {_POSITION: self._position, LAST_COMMIT: id_of(self._engine.tiers.store.committed)}
         Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
-            json.dumps({**self._engine.commits.run_facts(), _POSITION: self._position}), encoding="utf-8"
+            json.dumps({**self._engine.commits.run_facts(), **facts}), encoding="utf-8"
         )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -212,7 +216,7 @@ class StepJournal(TrainerCallback):
         """Commit the step. Called after each step, and again at the end of an epoch. Raises SystemExit after
         SIGTERM."""
         state, control = self._trainer.state, self._trainer.control
-        if not self._trainer.accelerator.sync_gradients:
+        if not (self._trainer.accelerator.sync_gradients or control.should_training_stop):
             return  # an epoch without a known length has ended within a step, whose first gradients no commit has
         is_first_call = state.global_step != self._seen_step
         self._seen_step = state.global_step
@@ -268,12 +272,17 @@ class StepJournal(TrainerCallback):
     def _without_history(self, state: Any) -> Any:
         """Return the state to save. It has the current states of callbacks, but not the history, because the history is
         in a log file."""
-        by_name: dict[str, Any] = {}
-        for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
-            if isinstance(callback, ExportableState):
-                by_name.setdefault(type(callback).__name__, []).append(callback.state())
-        callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
-        return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
+        callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return dataclasses.replace(state, log_history=[], stateful_callbacks=_states_of(callbacks))
+
+
+def _states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Return a dict from class to the state of its callback, or to a list if there are several, as upstream saves."""
+    by_name: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            by_name.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
 
 
 def resume_in_data(trainer: Any, point: ResumePoint, folder: str, counted: tuple[int, int]) -> tuple[int, int]:
@@ -296,10 +305,10 @@ def _warn_of_differences(trainer: Any, resumed: TrainerState) -> None:
     args, step = trainer.args, resumed.global_step
     if not args.should_log:
         return
-    states = {} if args.restore_callback_states_from_checkpoint else resumed.stateful_callbacks
-    for callback in trainer.callback_handler.callbacks:
-        name = type(callback).__name__
-        if isinstance(callback, ExportableState) and states.get(name, callback.state()) != callback.state():
+    saved = {} if args.restore_callback_states_from_checkpoint else resumed.stateful_callbacks
+    states = json.loads(json.dumps(_states_of(trainer.callback_handler.callbacks), default=_as_json))
+    for name, state in states.items():
+        if saved.get(name, state) != state:
             logger.warning(
                 "%s begins anew, because its state after step %d is not restored; to restore it, set "
                 "restore_callback_states_from_checkpoint=True",

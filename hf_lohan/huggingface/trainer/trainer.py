@@ -384,8 +384,9 @@ class OffloadTrainerMixin(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but `resume_from_checkpoint="last_step"` resumes from the last committed step of the store,
-        and `True` from this step, or from the last checkpoint if it is newer and of another run. An attempt that
-        torchrun restarted resumes automatically. After SIGTERM the run ends when its step is committed.
+        and `True` from this step, or from a newer checkpoint. If a kill came between a checkpoint and the commit of its
+        step, `True` resumes from the commit before. An attempt that torchrun restarted resumes automatically. After
+        SIGTERM the run ends when its step is committed.
 
         Raises ValueError if no step or checkpoint exists to resume from.
         """
