@@ -70,7 +70,7 @@ def _named_if_full(target: Path, unfinished: Path, remove: Callable[[], object])
     try:
         yield
     except BaseException as error:
-        left_bytes = no_room(target.parent, 0).available_bytes
+        left_bytes = no_room(str(target.parent), 0).available_bytes
         written_bytes = sum(path.lstat().st_size for path in unfinished.rglob("*") if path.is_file())
         with suppress(OSError):
             remove()
