@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.whole_folder import finish_files_together, unfinished_files_together
 from hf_lohan.compat.accelerate_private import become, is_prepared, mark_prepared, prepared_models
 from hf_lohan.compat.patches import replaced
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_environment
@@ -397,10 +400,44 @@ class Accelerator(OffloadAwareAccelerator):
             save_together(StoredModel.from_engine(engine), save_directory, save)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Same as in accelerate. Raises ValueError for `safe_serialization=False`."""
-        _check_safe(self.offload_engine, safe_serialization)
-        with replaced(self, _is_saving_state=True):
+        """Same as in accelerate, but the files of the new state replace those of an earlier state together, so that a
+        killed process leaves one of both. Raises ValueError for `safe_serialization=False`."""
+        engine = self.offload_engine
+        _check_safe(engine, safe_serialization)
+        if engine is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
+        configuration = self.project_configuration
+        is_numbered = configuration.automatic_checkpoint_naming
+        folder = self._next_numbered_state() if is_numbered else Path(output_dir)  # type: ignore[arg-type]
+        # Scripts list the folder of numbered states, and count every folder there as a state.
+        new_in = folder.parent.parent if is_numbered else folder.parent
+        with (
+            replaced(self, _is_saving_state=True),
+            replaced(configuration, automatic_checkpoint_naming=False),
+            unfinished_files_together(engine.links, folder, new_in) as unfinished,
+        ):
+            super().save_state(str(unfinished), safe_serialization, **kwargs)
+        if is_numbered and self.is_main_process:
+            self._remove_old_states(folder.parent)
+        return folder
+
+    def _next_numbered_state(self) -> Path:
+        """Return the folder of the next state, as accelerate names it."""
+        folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+        if folder.exists():
+            raise ValueError(
+                f"{str(folder)!r} already exists; set project_configuration.iteration of the Accelerator to the number "
+                "of the next state"
+            )
+        return folder
+
+    def _remove_old_states(self, folder: Path) -> None:
+        """Remove states above the limit of the project configuration. accelerate removes them before it saves."""
+        limit = self.project_configuration.total_limit
+        numbers = {path: re.search(r"\d+", path.name) for path in folder.iterdir()}
+        states = sorted((int(found[0]), path) for path, found in numbers.items() if found is not None)
+        for _, path in states[: -max(1, limit)] if limit is not None else ():
+            shutil.rmtree(path)
 
     def end_training(self) -> None:
         """Same as in accelerate. Also end the record that `lohan report` reads. The record is in `lohan/` in the
@@ -424,6 +461,8 @@ class Accelerator(OffloadAwareAccelerator):
                 save_optimizer_states(engine, output_dir)
 
     def _load_offloaded(self, models: list[Any], input_dir: str) -> None:
+        if (engine := self.offload_engine) is not None:
+            finish_files_together(engine.links, input_dir)
         for model in list(models):
             engine = engine_of(model)
             if engine is not None:

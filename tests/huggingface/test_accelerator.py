@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration
 from equal_tensors import assert_same_tensors
 from stored_weights import assert_stored, stored
 from torch import Tensor, nn
@@ -87,10 +90,15 @@ def plain_loop(model: Any, *, accumulate: int, max_norm: float, make: Make = ada
 class Prepared:
     """The results of `prepare`."""
 
-    def __init__(self, model: Any, folder: Path, *, accumulate: int = 1, make: Make = adamw, **plugin: Any) -> None:
+    def __init__(
+        self, model: Any, folder: Path, *, accumulate: int = 1, make: Make = adamw, project: Any = None, **plugin: Any
+    ) -> None:
         offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(folder)}
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=accumulate, lohan_plugin=LohanPlugin(offload=offload, **plugin)
+            cpu=True,
+            gradient_accumulation_steps=accumulate,
+            project_config=project,
+            lohan_plugin=LohanPlugin(offload=offload, **plugin),
         )
         optimizers = make(model)
         num = len(optimizers)
@@ -206,6 +214,95 @@ def test_a_saved_state_resumes_elsewhere_to_the_bit(
     more_losses, more_norms = second.run(max_norm=MAX_NORM, skip=4)
     assert (losses + more_losses, norms + more_norms) == expected
     assert_stored(second.model, stock)
+
+
+class Counter:
+    """An object of the user that is saved with the state."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def copy_at_each_write(folder: Path, copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each rename and each `torch.save` of a file in the folder, copy the folder. A process that is killed then
+    leaves such a folder."""
+
+    def copying(real: Callable[..., Any], source: Any, file: Any, **kwargs: Any) -> Any:
+        if folder in Path(file).parents:
+            shutil.copytree(folder, copies / f"{len(os.listdir(copies)):03d}")
+        return real(source, file, **kwargs)
+
+    for owner, name in ((os, "rename"), (os, "replace"), (torch, "save")):
+        monkeypatch.setattr(owner, name, partial(copying, getattr(owner, name)))
+
+
+def test_a_killed_save_over_an_earlier_state_leaves_one_of_both(
+    prepared: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prepared(tiny_model("llama").train()), prepared(tiny_model("llama", seed=5).train())
+    counters = Counter(), Counter()
+    for one, counter in zip((first, second), counters, strict=True):
+        one.accelerator.register_for_checkpointing(counter)
+    saved, copies, weights = tmp_path / "saved", tmp_path / "copies", {}
+    for folder in (saved, copies):
+        folder.mkdir()
+    for step in (1, 2):
+        first.run(max_norm=MAX_NORM, skip=step - 1, stop=step)
+        counters[0].count, weights[step] = step, stored(first.model)
+        with monkeypatch.context() as patch:
+            if step == 2:
+                (saved / "state" / "other.txt").write_text("of the user")
+                copy_at_each_write(saved, copies, patch)
+            first.accelerator.save_state(str(saved / "state"))
+    shutil.copytree(saved, copies / "last")
+    steps = []
+    for folder in sorted(copies.iterdir()):
+        second.accelerator.load_state(str(folder / "state"))
+        steps.append(counters[1].count)
+        engine = second.accelerator.offload_engine
+        assert {engine.step_counts[part] for part in engine.parameter_slices} == {steps[-1]}
+        assert second.schedulers[0].scheduler.last_epoch == steps[-1]
+        assert_same_tensors(stored(second.model), weights[steps[-1]])
+        assert (folder / "state" / "other.txt").read_text() == "of the user"
+    assert steps == sorted(steps) and steps.count(1) > 2 and steps.count(2) > 2
+    assert not list((saved / "state").glob("_*"))
+
+
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_a_new_state_appears_when_it_is_complete(
+    is_numbered: bool, prepared: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, copies = tmp_path / "saved", tmp_path / "copies"
+    states = saved / "checkpoints" if is_numbered else saved
+    for folder in (states, copies):
+        folder.mkdir(parents=True)
+    project = ProjectConfiguration(str(saved), automatic_checkpoint_naming=is_numbered, total_limit=2)
+    ours = prepared(tiny_model("llama").train(), project=project)
+    names = [f"checkpoint_{number}" for number in range(3)]
+    with monkeypatch.context() as patch:
+        copy_at_each_write(states, copies, patch)
+        for name in names:
+            assert ours.accelerator.save_state(None if is_numbered else str(states / name)) == states / name
+    complete = {path.name: sorted(file.name for file in path.iterdir()) for path in states.glob("checkpoint_*")}
+    assert sorted(complete) == (names[1:] if is_numbered else names) and len({*map(tuple, complete.values())}) == 1
+    for copied in copies.glob("*/checkpoint_*"):
+        assert sorted(file.name for file in copied.iterdir()) == complete[names[2]]
+    if not is_numbered:
+        with pytest.raises(ValueError, match=r"is incomplete, because its save was killed; delete it"):
+            ours.accelerator.load_state(str(next(copies.glob("*/_unfinished*"))))
+    else:
+        assert {path.name for path in copies.glob("*/*")} < {*names}, "scripts count every folder as a state"
+        assert {path.name for path in max(copies.iterdir()).iterdir()} == {*names[:2]}, "an old state went too early"
+        ours.accelerator.load_state()
+        project.iteration = 2
+        with pytest.raises(ValueError, match=r"checkpoint_2' already exists; set project_configuration\.iteration"):
+            ours.accelerator.save_state()
 
 
 def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ OF_CLASSES: dict[str, dict[str, str]] = {
         "max_shard_size": DONE,
         "safe_serialization": REFUSED,  # if it is false
     },
-    "Accelerator.save_state": {"output_dir": PASSED_ON, "safe_serialization": REFUSED},
+    "Accelerator.save_state": {"output_dir": DONE, "safe_serialization": REFUSED},
     "Optimizer.add_param_group": {"param_group": DONE},
     "Optimizer.step": {"closure": DONE},  # refused by one of several optimizers
     "Optimizer.zero_grad": {"set_to_none": DONE},

@@ -120,7 +120,8 @@ def loop(folder: Path, what: str) -> None:
             norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.save_state(str(folder / what / "state"))
+        for _ in range(2):  # the second replaces the first
+            accelerator.save_state(str(folder / what / "state"))
         accelerator.load_state(str(folder / what / "state"))
         accelerator.unwrap_model(model).save_pretrained(folder / what)
         accelerator.end_training()
