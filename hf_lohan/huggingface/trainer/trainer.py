@@ -492,8 +492,10 @@ class OffloadTrainerMixin(
             self._journal.after_step()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if kwargs.get("skip_scheduler") and self._resume_point.commit is not None:
-            return {}  # `eval_on_start`: the step's log has this evaluation
+        is_on_start = kwargs.get("skip_scheduler", False)
+        logged = self.state.log_history if self._resume_point.commit is not None else []
+        if is_on_start and any(name.startswith("eval_") for row in logged if not row["step"] for name in row):
+            return {}  # the run that is resumed has evaluated on its start
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
         return metrics
 
