@@ -170,7 +170,7 @@ def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("num_local", [2, 1])
+@pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("at_operation", [3, 5])
 def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_operation: int, num_local: int, tmp_path: Path) -> None:
     run = Run(4, num_local, max_norm=0.5)
