@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hf_lohan.costs import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
-from hf_lohan.costs.quantization import round_up as round_up
 from hf_lohan.costs.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.optim import TIE_RUN_NUMEL, MasterFormat, master_format
@@ -30,6 +29,10 @@ SECTION_BYTES = 64
 MIN_GRANULES = 64
 _MAX_PADDING = 0.01
 _FLOAT32 = master_format(torch.float32)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(eq=False)
