@@ -6,6 +6,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
@@ -105,6 +106,16 @@ class RankProcesses:
         for rank in of_ranks:
             self.processes[rank].join(max(0.0, until_s - time.monotonic()))
         return [self.processes[rank].exitcode for rank in of_ranks]
+
+    def assert_killed_and_named(self, rank: int) -> None:
+        """Check that a rank that reports before it is killed ends all others by an error that names it, and not by a
+        timeout."""
+        self.report_of(rank)
+        ends = self.ends()
+        assert ends[rank] is None
+        for end in (*ends[:rank], *ends[rank + 1 :]):
+            assert end is not None
+            assert re.search(rf"RankFailedError: rank {rank} \(pid \d+, \S+\) ended", end.error), end.error
 
     def close(self) -> None:
         for process in self.processes:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from embedding_ranks import WORDS, Batch, Run, Trained, random_batch, small_model
+from rank_processes import RankProcesses
 from torch import Tensor
 
 from hf_lohan.annexes.embedding_rows.row_loads import ShardedRows
+from hf_lohan.costs import cuts
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
@@ -181,6 +186,34 @@ def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_operation: int, num
     for outcome in (outcomes[0], *outcomes[2:]):
         assert isinstance(outcome.error, RankFailedError)
         assert re.match(r"rank \d (\(pid \d+, \S+\) )?", str(outcome.error)), outcome.error
+
+
+def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int) -> None:
+    """Kill rank 1 when it is about to read rows for another rank."""
+    calls, fill = iter(range(at_call)), ShardedRows._fill
+    cuts.SMALL_NUMEL = 0
+
+    def killing(*args: Any) -> None:
+        if links.ranks.rank == 1 and next(calls, None) is None:
+            report("is killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        fill(*args)
+
+    ShardedRows._fill = killing  # type: ignore[method-assign]
+    Run(links.ranks.num_ranks, links.ranks.num_local, max_norm=0.5).train_rank(links, folder, "rows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_call", [0, 1, 4])
+@pytest.mark.parametrize("num_local", [3, 1])
+def test_the_kill_of_a_rank_in_the_exchange_is_named(
+    fork_server: None, num_local: int, at_call: int, tmp_path: Path
+) -> None:
+    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call), num_local=num_local)
+    try:
+        ranks.assert_killed_and_named(1)
+    finally:
+        ranks.close()
 
 
 def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:

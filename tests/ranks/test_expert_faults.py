@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from divided_experts import Chosen, half_to_one, train_rank
+from rank_processes import RankProcesses
 
+from hf_lohan.experts import Lending
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RankFailedError, RowExchange
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes
 
@@ -43,3 +49,38 @@ def test_a_rank_that_is_silent_is_named_with_the_experts() -> None:
     assert re.match(
         r"rank 1 .*was silent for 2 s while rank 0 waited for the rows of layers.0.mlp.experts", errors[0]
     ), errors
+
+
+def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int, balances: bool) -> None:
+    """Kill rank 1 when it is about to return results, or to lend or borrow an expert, or to give a gradient."""
+    calls = iter(range(at_call))
+
+    def killing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if links.ranks.rank == 1 and next(calls, None) is None:
+                report("is killed")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args)
+
+        return call
+
+    for room, name in MAY_END_IN if balances else MAY_END_IN[:1]:
+        setattr(room, name, killing(getattr(room, name)))
+    train_rank(links, folder, Chosen("mixtral", half_to_one), **{"experts.balance": 1 if balances else False})
+
+
+MAY_END_IN = [(RowExchange, "return_results"), *((Lending, name) for name in ("lend", "borrow", "give_gradient"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("balances", "at_call"), [(False, 0), (False, 7), (False, 20), *((True, at_call) for at_call in range(0, 60, 4))]
+)
+def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(
+    fork_server: None, balances: bool, at_call: int, tmp_path: Path
+) -> None:
+    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call, balances=balances))
+    try:
+        ranks.assert_killed_and_named(1)
+    finally:
+        ranks.close()
