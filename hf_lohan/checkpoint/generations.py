@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -233,7 +232,7 @@ def find_stores(directories: Sequence[Sequence[str]], links: Links, launch_id: s
     may continue."""
     ranks = links.ranks
     seen = [*_seen_stores(directories, ranks.rank, ranks.num_ranks)]
-    reports = gather_objects("the stores that each rank sees", (launch_id, seen), links)
+    reports = links.all_gather_object("the stores that each rank sees", (launch_id, seen))
     every = [store for _, of_rank in reports for store in of_rank]
     launches = {launch for launch, _ in reports} - {None}
     sets = _sets_of(every, launches)
@@ -318,12 +317,6 @@ def _seen_stores(directories: Sequence[Sequence[str]], seen_by: int, num_ranks: 
             except (StorageError, ForeignStoreError) as error:
                 facts["damage"] = str(error)
             yield SeenStore(**{**vars(store), **facts})
-
-
-def gather_objects(what: str, own: Any, links: Links) -> list[Any]:
-    """Return the objects of all ranks, pickled as torch.distributed's `all_gather_object` does. All ranks call this
-    together. ``what`` names the objects."""
-    return [pickle.loads(of_rank) for of_rank in links.all_gather(what, pickle.dumps(own))]
 
 
 def _refuse_half_moved(path: str) -> None:

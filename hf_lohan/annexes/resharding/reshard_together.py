@@ -26,7 +26,7 @@ from hf_lohan.annexes.resharding.reshard import (
     pieces_of,
     records_by_rank,
 )
-from hf_lohan.checkpoint.generations import RunStores, SeenStore, gather_objects
+from hf_lohan.checkpoint.generations import RunStores, SeenStore
 from hf_lohan.device import mapped_empty
 from hf_lohan.engine.parameter_access import another_base_error
 from hf_lohan.files import (
@@ -161,7 +161,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
             with _opened(seen.directories, key, io) as store:
                 own[seen.rank] = OldStore.of(store)
     by_rank: dict[int, OldStore] = {}
-    for told in gather_objects("the content of the old stores", own, links):
+    for told in links.all_gather_object("the content of the old stores", own):
         by_rank |= told
     stores = [by_rank[rank] for rank in range(found.num_ranks)]
     records, first, divided = [old.records for old in stores], seen_stores[0], None
@@ -171,7 +171,7 @@ def _describe(found: RunStores, links: Links, io: IoEngine) -> OldRun:
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
             copied = [(seen.store_id, seen.newest) for seen in seen_stores]
             divided = OldRun.of(store, [], copied, records_by_rank(form, num_ranks)), old_shards
-    run, old_shards = next(filter(None, gather_objects("how the new stores are divided", divided, links)))
+    run, old_shards = next(filter(None, links.all_gather_object("how the new stores are divided", divided)))
     check_records(old_shards, records, [seen.directories[0] for seen in seen_stores])
     old: OldRun = replace(run, stores=stores)
     old.refuse_deferred_steps(first.directories[0])

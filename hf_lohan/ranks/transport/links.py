@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import os
+import pickle
 import socket
 import sys
 import time
@@ -173,6 +174,11 @@ class Links:
     def all_gather(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Return the payloads of all ranks, in rank order. See `RankLane.agree`."""
         return self._control.agree(tag, payload)
+
+    def all_gather_object(self, tag: str, own: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order. Objects are pickled, as by torch.distributed's function of
+        this name."""
+        return [pickle.loads(of_rank) for of_rank in self.all_gather(tag, pickle.dumps(own))]
 
     def barrier(self, tag: str) -> None:
         """Wait until all ranks have called this."""
