@@ -1,7 +1,7 @@
 """The interface to Hugging Face: Trainer, Accelerator, loading, saving, checkpoints, launching.
 
-In the core only this package and `compat` import transformers, accelerate and peft. This package overrides their public methods.
-This file imports no module of the package, because a launcher or a plan needs few of them.
+In the core only this package and `compat` import transformers, accelerate and peft. This package overrides their
+public methods. This file imports no module of the package, because a launcher or a plan needs few of them.
 """
 
 from __future__ import annotations
