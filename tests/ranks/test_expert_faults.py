@@ -74,7 +74,7 @@ MAY_END_IN = [(RowExchange, "return_results"), *((Lending, name) for name in ("l
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("balances", "at_call"), [(False, 0), (False, 7), (False, 20), *((True, at_call) for at_call in range(0, 60, 4))]
+    ("balances", "at_call"), [(False, 0), (False, 7), (False, 20), *((True, at_call) for at_call in range(0, 48, 4))]
 )
 def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(
     fork_server: None, balances: bool, at_call: int, tmp_path: Path
